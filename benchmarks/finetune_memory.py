@@ -86,7 +86,7 @@ def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[Trainin
     )
     method = method_step(ROWS[name], settings, dims)
     recipe = make_recipe(ROWS[name].configure(settings), dims)
-    lora = recipe.lora
+    lora = recipe.config.lora
     assert lora is not None
     batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
     if name in _BASELINES:

@@ -116,7 +116,7 @@ def _recipe(train: PretrainConfig, code: str) -> Recipe:
 
 def _measured(config: Config, train: PretrainConfig, code: str, measured: Measured) -> dict:
     recipe = _recipe(train, code)
-    count = recipe.model_config.num_layers
+    count = recipe.config.model_config.num_layers
     places = by_site(recipe.storage, count)
     if code in config.in_detail:
         for layer in (0, count // 2, count - 1):
@@ -138,7 +138,8 @@ def _stored(config: Config, recipe: Recipe) -> tuple[int, int]:
     stored = numbers = 0
     for site, codec in recipe.storage.codecs.items():
         if not isinstance(codec, Exact):
-            width = site_width(recipe.model_config, {"codec": "attention_norm"}.get(site, site))
+            place = {"codec": "attention_norm"}.get(site, site)
+            width = site_width(recipe.config.model_config, place)
             shape = (config.batch_size, config.seq_len, width)
             stored += codec.stored_bytes(shape, jnp.float32)
             numbers += math.prod(shape)

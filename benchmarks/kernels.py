@@ -24,7 +24,9 @@ from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import Cells, cell, print_cells
-from train.planning.devices import compile_for, find_gpu
+from train.planning.devices import compile_for
+from train.planning.gpus import GPUS
+from train.settings.messages import check_known
 
 _BANDWIDTH = 4.3e12
 """Bytes per second of the bound: those of a copy on an H200."""
@@ -43,7 +45,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
-        find_gpu(self.device)
+        check_known("GPU", self.device, GPUS, cutoff=0.3)
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
     pallas = functools.partial(kernel, implementation="pallas", **case.options)
     with tempfile.TemporaryDirectory() as folder:
         program = dumped(pallas, shapes, config.device, folder)
-        row = resources(pathlib.Path(folder), find_gpu(config.device).capability)
+        row = resources(pathlib.Path(folder), GPUS[config.device].capability)
         row["moved"], row["kernels"] = traffic(program)
         if config.against_xla:
             reference = functools.partial(kernel.reference, **case.options)
@@ -77,7 +79,7 @@ def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
 
 def dumped(fun: Any, shapes: Any, device: str, folder: str) -> str:
     """Returns the scheduled program, and leaves XLA's dump of it in a folder."""
-    with compile_for(find_gpu(device)) as place:
+    with compile_for(GPUS[device]) as place:
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
         # Newer versions of XLA dump the PTX of emitters only on request.
         options = {

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,9 @@ from models import Decoder, lora, peft
 from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
-from train.evaluation.config import EvaluateConfig as EvaluateConfig
-from train.evaluation.config import TextConfig as TextConfig
-from train.evaluation.config import WritingConfig as WritingConfig
+from train.evaluation.config import EvaluateConfig
 from train.evaluation.questions import Encode, Question, read_questions
-from train.evaluation.scoring import TextCost, exact_match, most_likely
+from train.evaluation.scoring import accuracy, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
@@ -30,9 +28,6 @@ from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
 from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
-
-AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
-"""From a decoder and the folder of an adapter to the decoder with the adapter."""
 
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
@@ -67,20 +62,12 @@ def main() -> None:
     run_program(lambda: run(config, make_console()))
 
 
-def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
-    """Returns a decoder with the LoRA adapter in a folder."""
-    return lora.attach(model, *peft.load_adapters(folder, model.config))
-
-
-def run(
-    config: EvaluateConfig, console: Console, attach_adapter: AttachAdapter = attach_lora
-) -> dict[str, Any]:
+def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     """Evaluates with the given settings: the program behind the command line.
 
     Args:
       config: settings.
       console: where to print.
-      attach_adapter: reads `--adapter`.
 
     Returns:
       The requested results: `text` (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`),
@@ -90,7 +77,7 @@ def run(
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
     try:
-        ready = prepare(config, attach_adapter)
+        ready = prepare(config)
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
     report: dict[str, Any] = {}
@@ -110,7 +97,7 @@ def _say(console: Console, text: str, **options: Any) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
-def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
+def prepare(config: EvaluateConfig) -> Evaluation:
     """Returns an evaluation that is ready to begin. Everything that can be wrong is found here.
 
     Raises:
@@ -151,7 +138,8 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
         with naming_flag("--adapter"):
-            model = attach_adapter(model, config.adapter.expanduser())
+            adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
+            model = lora.attach(model, *adapters)
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
@@ -189,7 +177,7 @@ def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int)
         tokenizer,
         batch_size=config.batch_size,
         seq_len=seq_len,
-        max_batches=text.eval_batches or batches,
+        eval_batches=text.eval_batches or batches,
     )
 
 
@@ -203,17 +191,15 @@ def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> ja
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
     batches, dtype = _track(text.batches, "text", console), ready.config.compute_dtype
-    total = sum(float(_nats(ready.model, batch, dtype)) for batch in batches)
-    cost = TextCost(total, text.num_tokens, text.num_bytes)
+    cost = text.cost(sum(float(_nats(ready.model, batch, dtype)) for batch in batches))
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
-        f"text ({part} of it): {cost.nats_per_token:.4f} nats per token,"
-        f" perplexity {cost.perplexity:,.3f}, {cost.bits_per_byte:.4f} bits per byte"
-        f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
+        f"text ({part} of it): {cost['nats_per_token']:.4f} nats per token,"
+        f" perplexity {cost['perplexity']:,.3f}, {cost['bits_per_byte']:.4f} bits per byte"
+        f" ({text.num_tokens:,} tokens, {text.num_bytes:,} bytes)",
         highlight=False,
     )
-    names = ("nats_per_token", "perplexity", "bits_per_byte", "tokens")
-    return {name: getattr(cost, name) for name in names}
+    return {**cost, "tokens": text.num_tokens}
 
 
 # ----- questions
@@ -255,18 +241,13 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
         if config.asked.out is not None:
             with config.asked.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
-    accuracy = exact_match([x["prediction"] for x in lines], [x["gold"] for x in lines])
+    found = accuracy(sum(line["correct"] for line in lines), len(lines))
     console.print(
-        f"{config.asked.task}: accuracy {accuracy.value:.4f} ± {accuracy.standard_error:.4f}"
-        f" ({accuracy.correct:,} of {accuracy.total:,})",
+        f"{config.asked.task}: accuracy {found['accuracy']:.4f} ± {found['standard_error']:.4f}"
+        f" ({found['correct']:,} of {found['questions']:,})",
         highlight=False,
     )
-    return {
-        "accuracy": accuracy.value,
-        "standard_error": accuracy.standard_error,
-        "correct": accuracy.correct,
-        "questions": accuracy.total,
-    }
+    return found
 
 
 def _line(question: Question, prediction: str | None, **details: Any) -> dict[str, Any]:
@@ -301,8 +282,8 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
     for question in questions:
         likelihoods = [next(scores) for _ in question.continuations]
         tokens = [len(c) for c in question.continuations]
-        lengths = {"none": None, "tokens": tokens, "bytes": question.num_bytes}[normalize]
-        letter = question.letters[most_likely(likelihoods, lengths)]
+        lengths = {"none": [1] * len(tokens), "tokens": tokens, "bytes": question.num_bytes}
+        letter = question.letters[most_likely(likelihoods, lengths[normalize])]
         yield _line(question, letter, log_likelihoods=likelihoods)
 
 

@@ -77,16 +77,15 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
-        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        rows = {**sizes, "pad_id": tokenizer.eos_id}
-        part, count = rows_of_process(mesh, config.batch_size)
-        own_rows = {"process_index": part, "process_count": count}
+        rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        rows["pad_id"] = tokenizer.eos_id
+        part = rows_of_process(mesh, config.batch_size)
         open_batches = functools.partial(
-            packed_batches, examples.train, seed=config.seed, **rows, **own_rows
+            packed_batches, examples.train, seed=config.seed, part=part, **rows
         )
         batches = open_batches()
         validation = validation_set(
-            examples.validation, tokenizer, max_batches=config.eval_batches, **rows
+            examples.validation, tokenizer, eval_batches=config.eval_batches, **rows
         )
     lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
     return begin(
@@ -114,14 +113,14 @@ def _first_state(
     recipe: Recipe, checkpoint: pathlib.Path, open_batches: Callable[[], Any], shardings: TrainState
 ) -> TrainState:
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
-    places = shardings.model if recipe.lora is None else shardings.frozen
+    places = shardings.model if recipe.config.lora is None else shardings.frozen
     base = read_model(checkpoint, recipe, places)
     state = first_state(recipe, shardings, base)
-    if not recipe.method.calibrates:
-        return state
     config, mesh = recipe.config, shardings.step.mesh
+    if config.adapter is None or not recipe.method.calibrates:
+        return state
     with contextlib.closing(open_batches()) as fresh:
-        first = itertools.islice(fresh, config.calibration_batches)
+        first = itertools.islice(fresh, config.adapter.calibration_batches)
         put = functools.partial(put_rows, mesh=mesh, batch_size=config.batch_size)
         model = model_of(recipe, state)
         measured = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
@@ -177,10 +176,10 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
         if hosts.is_main() and user_config.tokenizer is not None:
             tokenizer_of(checkpoint, user_config.tokenizer).save(path)
 
-    if recipe.lora is None:
+    if recipe.config.lora is None:
         _replace(folder / "model", functools.partial(write_model, state.model), console)
         return
-    write = functools.partial(save_adapters, state.model, recipe.lora, base=str(checkpoint))
+    write = functools.partial(save_adapters, state.model, recipe.config.lora, base=str(checkpoint))
     _replace(folder / "adapter", write, console)
     if recipe.method.four_bit:
         console.print(
@@ -188,21 +187,20 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
             " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
         )
     if user_config.adapter.merge:
-        merged = merge(state.frozen, state.model, recipe.lora)
+        merged = merge(state.frozen, state.model, recipe.config.lora)
         _replace(folder / "model", functools.partial(write_model, merged), console)
 
 
 def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], None], console: Console) -> None:
     """Writes a folder. A folder of an earlier export stays until the new one is complete."""
     scratch = path.with_name(f".{path.name}-new")
-    if not hosts.is_main():
-        write(scratch)
-        return
-    shutil.rmtree(scratch, ignore_errors=True)
+    if hosts.is_main():
+        shutil.rmtree(scratch, ignore_errors=True)
     write(scratch)
-    shutil.rmtree(path, ignore_errors=True)
-    scratch.rename(path)
-    console.print(f"written: {path}")
+    if hosts.is_main():
+        shutil.rmtree(path, ignore_errors=True)
+        scratch.rename(path)
+        console.print(f"written: {path}")
 
 
 if __name__ == "__main__":

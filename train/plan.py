@@ -37,6 +37,7 @@ from train.planning.measured import MeasureConfig, Measured, open_measured, tabl
 from train.planning.stages import METHODS, OPTIONS, stages
 from train.planning.tables import chosen_flags, flags, size_text, table_of
 from train.run.gradient_error import WHOLE
+from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
@@ -71,9 +72,7 @@ class PlanConfig:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
     """
 
-    train: PlannedConfig = dataclasses.field(
-        default_factory=lambda: PlannedConfig(method=ALL, weight_dtype="bfloat16")
-    )
+    train: PlannedConfig = PlannedConfig(method=ALL, weight_dtype="bfloat16")
     """The run. Here `--method` is `all` by default, and `--weight-dtype` bfloat16."""
     device: str = HERE
     """Device to compile for."""
@@ -153,10 +152,9 @@ class PlanConfig:
 
 def main() -> None:
     """Reads the command line, and prints a table or a plan. Exits with 1 if nothing fits."""
-    console = Console(width=None if sys.stdout.isatty() else 140)
     config = cli.parse(PlanConfig, "python -m train.plan", description=__doc__)
     try:
-        fits = run(config, console)
+        fits = run(config, make_console())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -176,9 +174,7 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
-    fields = dataclasses.fields(PretrainConfig)
-    train = PretrainConfig(**{field.name: getattr(config.train, field.name) for field in fields})
-    checkpoint = pathlib.Path(config.checkpoint).expanduser()
+    train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
         with naming_flag("--checkpoint"):
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.

@@ -53,10 +53,11 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         model_config = dimensions(user_config, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        part, count = rows_of_process(mesh, config.batch_size)
-        own_rows = {"process_index": part, "process_count": count}
-        batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes, **own_rows)
-        validation = validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes)
+        part = rows_of_process(mesh, config.batch_size)
+        batches = train_batches(corpus, tokenizer, seed=config.seed, part=part, **sizes)
+        validation = validation_batches(
+            corpus, tokenizer, eval_batches=config.eval_batches, **sizes
+        )
     return begin(
         user_config,
         recipe,

@@ -13,7 +13,7 @@ def test_the_largest_model_comes_first_and_then_the_most_tokens(monkeypatch):
     def peak(recipe, _):
         batch = recipe.config.batch_size
         compiled.append((recipe.config.method, recipe.config.title, batch))
-        is_large = recipe.model_config.hidden_size == 512
+        is_large = recipe.config.model_config.hidden_size == 512
         return (4 + batch) * GIB if is_large else (4 + batch) * GIB // 2
 
     monkeypatch.setattr(fits, "compiled_peak", peak)

@@ -12,7 +12,8 @@ import tiny
 from rich.console import Console
 
 from models import Decoder, huggingface
-from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run
+from train.evaluate import run
+from train.evaluation.config import EvaluateConfig, TextConfig, WritingConfig
 from train.evaluation.questions import QuestionConfig
 from train.text.tokenizer import train_bpe
 
@@ -71,9 +72,9 @@ def asked(folder, name: str, **changes) -> EvaluateConfig:
     return config(folder, **{"task": task, "questions": folder / f"{name}.jsonl", **changes})
 
 
-def quietly(config: EvaluateConfig, *more) -> dict:
+def quietly(config: EvaluateConfig) -> dict:
     """Returns the report of an evaluation."""
-    return run(config, Console(file=io.StringIO(), width=140), *more)
+    return run(config, Console(file=io.StringIO(), width=140))
 
 
 def lines(path: pathlib.Path) -> list[dict]:

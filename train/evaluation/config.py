@@ -8,7 +8,7 @@ from typing import ClassVar
 from train.evaluation.questions import QuestionConfig
 from train.settings.cli import Headings
 from train.settings.config import Dtype
-from train.settings.options import check_at_least, given_fields, shown_flag
+from train.settings.options import check_at_least, check_range, given_fields, shown_flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,7 @@ class WritingConfig:
     def __post_init__(self) -> None:
         check_at_least(1, max_new_tokens=self.max_new_tokens)
         check_at_least(0, top_k=self.top_k, seed=self.seed)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`--temperature` must be in [0, inf), got {self.temperature}.")
+        check_range(self, math.inf, "temperature")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`--top-p` must be above 0 and at most 1, got {self.top_p}.")
         if self.chat_template is not None and not self.chat:
@@ -101,9 +100,9 @@ class EvaluateConfig:
     """Rows of text, or questions, of a batch."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products; products are summed in float32."""
-    text: TextConfig = dataclasses.field(default_factory=TextConfig)
-    asked: QuestionConfig = dataclasses.field(default_factory=QuestionConfig)
-    writing: WritingConfig = dataclasses.field(default_factory=WritingConfig)
+    text: TextConfig = TextConfig()
+    asked: QuestionConfig = QuestionConfig()
+    writing: WritingConfig = WritingConfig()
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (

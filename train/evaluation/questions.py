@@ -5,6 +5,7 @@ letter, or by its likelihood. `train.evaluate` gets the answers from a model.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -130,12 +131,11 @@ def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
     assert config.questions is not None
     reader = _Reader(config)
     records = read_records(config.questions, "--questions")
-    first = 0
+    asked = list(enumerate(records))
     if config.examples is None:
-        examples, first = records[: config.shots], config.shots
+        examples, asked = records[: config.shots], asked[config.shots :]
     else:
         examples = read_records(config.examples, "--examples")[: config.shots]
-    asked = list(enumerate(records))[first:]
     if len(examples) < config.shots or not asked:
         raise ValueError(
             f"`--shots` is {config.shots}, but '{config.examples or config.questions}' has"
@@ -166,12 +166,9 @@ class _Reader:
     def example(self, record: Record) -> str:
         """Returns a record with its answer, as an example before a question."""
         _, options = self._answer(record)
-        texts = {} if options is None else _texts(options, options.gold)
-        return (
-            self._prompt.fill(record.fields, texts)
-            + self._ending.fill(record.fields, texts)
-            + "\n\n"
-        )
+        texts = {} if options is None else options.named(options.gold)
+        parts = (part.fill(record.fields, texts) for part in (self._prompt, self._ending))
+        return f"{''.join(parts)}\n\n"
 
     def question(self, record: Record, number: int, before: str, encode: Encode) -> Question:
         """Returns the question of a record, after examples."""
@@ -183,7 +180,7 @@ class _Reader:
             letters = "" if options is None else options.letters
             return Question(*head, encode(prompt, ""), gold, letters)
         count = len(options.letters)
-        endings = [self._ending.fill(record.fields, _texts(options, i)) for i in range(count)]
+        endings = [self._ending.fill(record.fields, options.named(i)) for i in range(count)]
         start, continuations = _continuations(
             encode(prompt, ""), [encode(prompt, ending) for ending in endings]
         )
@@ -199,11 +196,6 @@ class _Reader:
         return options.letters[options.gold], options
 
 
-def _texts(options: AnswerOptions, index: int) -> dict[str, str]:
-    """Returns the texts for templates: all options, and one of them."""
-    return {"options": options.listed, **options.named(index)}
-
-
 def _continuations(
     prompt: list[int], with_options: Sequence[list[int]]
 ) -> tuple[list[int], tuple[list[int], ...]]:
@@ -215,14 +207,9 @@ def _continuations(
       prompt: ids of the prompt alone.
       with_options: ids of the prompt with each option.
     """
-    common = min(_common(prompt, ids) for ids in with_options)
+    columns = zip(prompt, *with_options, strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
     common = min(common, *(len(ids) - 1 for ids in with_options))
     if common < 1:
         raise ValueError("there is no token before the options: give a `--prompt-template`")
     return prompt[:common], tuple(ids[common:] for ids in with_options)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Rules of evaluation: right answers, accuracy, and the cost of a text."""
+"""Rules of evaluation: right answers, and their share."""
 
 import dataclasses
 import math
@@ -6,86 +6,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.run.metrics import perplexity
-
 _FINAL_NUMBER = re.compile(r"####[ \t]*(-?\$?-?[0-9.,]*[0-9][0-9.,]*)")
 _LABEL = re.compile(r"\s*\(?([A-Z])\s*[).:]\s*")
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@dataclasses.dataclass(frozen=True)
-class Accuracy:
-    """The share of right answers.
+def accuracy(correct: int, total: int) -> dict[str, float]:
+    """Returns the share of right answers, and its standard error as a mean over questions.
 
-    Attributes:
-      correct: number of right answers.
-      total: number of answers.
+    The share is NaN without answers, and the error for fewer than two.
     """
-
-    correct: int
-    total: int
-
-    @property
-    def value(self) -> float:
-        """Share of right answers; NaN without answers."""
-        return self.correct / self.total if self.total else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the share as a mean over questions; NaN for fewer than two."""
-        if self.total < 2:
-            return math.nan
-        return math.sqrt(self.value * (1 - self.value) / (self.total - 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class TextCost:
-    """The cost of predicting a text. Costs of several texts can be added.
-
-    Attributes:
-      nats: sum of the cross-entropy over tokens.
-      tokens: number of predicted tokens.
-      num_bytes: UTF-8 bytes of their text.
-    """
-
-    nats: float = 0.0
-    tokens: int = 0
-    num_bytes: int = 0
-
-    def __add__(self, other: "TextCost") -> "TextCost":
-        return TextCost(
-            self.nats + other.nats, self.tokens + other.tokens, self.num_bytes + other.num_bytes
-        )
-
-    @property
-    def nats_per_token(self) -> float:
-        """Mean cross-entropy; NaN without tokens."""
-        return self.nats / self.tokens if self.tokens else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        """Exponential of the mean cross-entropy."""
-        return perplexity(self.nats_per_token)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte, which do not depend on the tokenizer; NaN without bytes."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
-
-
-def exact_match(predictions: Sequence[Any], golds: Sequence[Any]) -> Accuracy:
-    """Returns the accuracy of predictions. A prediction of None is wrong.
-
-    Raises:
-      ValueError: different numbers of predictions and right answers.
-    """
-    if len(predictions) != len(golds):
-        raise ValueError(
-            f"{len(predictions)} `predictions` for {len(golds)} `golds`: give as many of both."
-        )
-    pairs = zip(predictions, golds, strict=True)
-    return Accuracy(sum(p is not None and p == gold for p, gold in pairs), len(golds))
+    share = correct / total if total else math.nan
+    error = math.sqrt(share * (1 - share) / (total - 1)) if total > 1 else math.nan
+    return {"accuracy": share, "standard_error": error, "correct": correct, "questions": total}
 
 
 def gsm8k_answer(text: str) -> str | None:
@@ -132,20 +66,18 @@ def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
     return None if match is None else match[1]
 
 
-def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
+def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int]) -> int:
     """Returns the number of the likeliest option; the first of equal ones.
 
     Args:
       log_likelihoods: of the options, in nats.
-      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage;
-        None divides by 1.
+      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage.
 
     Raises:
       ValueError: no options, another number of lengths than of options, or a length below 1.
     """
     if not log_likelihoods:
         raise ValueError("`log_likelihoods` is empty: give at least one option.")
-    lengths = [1] * len(log_likelihoods) if lengths is None else lengths
     if len(lengths) != len(log_likelihoods) or min(lengths) < 1:
         raise ValueError(
             f"`lengths` must be {len(log_likelihoods)} numbers of at least 1, one per option, got"
@@ -182,8 +114,9 @@ class AnswerOptions:
         return "\n".join(f"{letter}) {text}" for letter, text in pairs)
 
     def named(self, index: int) -> dict[str, str]:
-        """Returns the texts of one option for templates."""
-        return {"option": self.texts[index], "letter": self.letters[index]}
+        """Returns the texts for templates: all options, and one of them."""
+        one = {"option": self.texts[index], "letter": self.letters[index]}
+        return {"options": self.listed, **one}
 
 
 def read_options(options: Any, correct: Any) -> AnswerOptions:

@@ -1,6 +1,5 @@
 """Bytes that devices exchange in a step, read from the compiled program."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -14,33 +13,11 @@ _CALLED = re.compile(r"(?:body|calls|true_computation|false_computation)=(%[\w.\
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective operation of a program.
+def bytes_by_kind(program: str) -> dict[str, int]:
+    """Returns the bytes that a device exchanges in a step, by kind; zeros included.
 
-    Attributes:
-      kind: one of `KINDS`.
-      shapes: of the results, in the notation of XLA.
-      bytes: of one device, in one execution: what it holds after an all-gather, what it gives to a
-        reduce-scatter, and the size of the array for the others.
-      times: executions in a step. Each branch of a condition counts.
-      asynchronous: whether the program does other work before it waits for the result.
-    """
-
-    kind: str
-    shapes: str
-    bytes: int
-    times: int
-    asynchronous: bool = False
-
-    @property
-    def total(self) -> int:
-        """Bytes of all executions."""
-        return self.bytes * self.times
-
-
-def collectives(program: str) -> list[Collective]:
-    """Returns the collective operations of a program.
+    They are what a device holds after an all-gather, what it gives to a reduce-scatter, and the
+    size of the array for the others. Each branch of a condition counts.
 
     Args:
       program: text of an optimized HLO module.
@@ -53,20 +30,18 @@ def collectives(program: str) -> list[Collective]:
             bodies[name] = []
         elif name:
             bodies[name].append(line)
-    return list(_collectives(bodies, entry, 1))
+    total: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for kind, size in _collectives(bodies, entry, 1):
+        total[kind] += size
+    return total
 
 
-def bytes_by_kind(operations: list[Collective]) -> dict[str, int]:
-    """Returns the bytes that a device exchanges in a step, by kind; zeros included."""
-    return {kind: sum(c.total for c in operations if c.kind == kind) for kind in KINDS}
-
-
-def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[tuple[str, int]]:
+    """Yields the kinds of collective operations, and the bytes of all their executions."""
     for line in bodies[name]:
         if operation := _OPERATION.search(line):
-            shapes, kind, started = operation[1], operation[2], bool(operation[3])
-            size = _bytes_of(kind, shapes, line, started=started)
-            yield Collective(kind, shapes, size, times, started)
+            shapes, kind, started = operation.groups()
+            yield kind, times * _bytes_of(kind, shapes, line, started=bool(started))
         trips = _TRIPS.search(line)
         called = _CALLED.findall(line)
         if branches := _BRANCHES.search(line):

@@ -15,11 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from actjax._host import read_right
-from train.planning.gpus import GIB as GIB
-from train.planning.gpus import GPUS as GPUS
-from train.planning.gpus import Gpu
+from train.planning.gpus import GIB, GPUS, Gpu
 from train.run.sharding import mesh_of
-from train.settings.messages import near_hint
+from train.settings.messages import check_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +78,8 @@ def find_device(name: str) -> Device | None:
     """
     if name == HERE:
         return None
-    if name not in DEVICES:
-        hint = near_hint(name, DEVICES, cutoff=0.3)
-        known = ", ".join((HERE, *DEVICES))
-        raise ValueError(f"unknown device {name!r}.{hint} There are: {known}.")
+    check_known("device", name, (HERE, *DEVICES), cutoff=0.3)
     return DEVICES[name]
-
-
-def find_gpu(name: str) -> Gpu:
-    """Returns a GPU by its name.
-
-    Raises:
-      ValueError: an unknown name, or that of another device.
-    """
-    if name not in GPUS:
-        hint = near_hint(name, GPUS, cutoff=0.3)
-        raise ValueError(f"{name!r} is no known GPU.{hint} There are: {', '.join(GPUS)}.")
-    return GPUS[name]
 
 
 @contextlib.contextmanager

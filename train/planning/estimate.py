@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import actjax
 from actjax.optim.states.host_states import HOST
-from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind
 from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
 from train.run.begin import check_sizes
@@ -164,7 +164,7 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     exchanged: dict[str, int] = {}
     # Programs for TPUs do not say how often a loop runs.
     if plan.config.mesh and device not in TPUS:
-        exchanged = bytes_by_kind(collectives(program.as_text()))
+        exchanged = bytes_by_kind(program.as_text())
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     on_host = _bytes_of_device(state.optimizer, on_host=True)
     return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)

@@ -20,7 +20,7 @@ from train.run.loss import Batch
 from train.run.recipe import build_recipe, make_recipe
 from train.settings.config import PretrainConfig
 from train.settings.messages import naming_flag
-from train.settings.options import check_at_least
+from train.settings.options import check_at_least, check_range
 from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
@@ -52,8 +52,7 @@ class MeasureConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, batches=self.batches, keys=self.keys)
-        if not 0 <= self.error < float("inf"):
-            raise ValueError(f"`--error` must be at least 0, got {self.error}.")
+        check_range(self, math.inf, "error")
 
     @property
     def wanted(self) -> bool:
@@ -103,11 +102,10 @@ class Measured:
 
     def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
         recipe = make_recipe(config, dimensions(config))
-        chooser = site_chooser(recipe)
-        if chooser is not None:
+        if (chooser := site_chooser(recipe)) is not None:
             bits = chooser.choose(self.model, self.batches[0], step=0)
             recipe = build_recipe(recipe.config, bits)
-        places = by_site(recipe.storage, recipe.model_config.num_layers)
+        places = by_site(recipe.storage, recipe.config.model_config.num_layers)
         arguments = (recipe, recipe.storage, self.model, self.batches, places)
         return measure(*arguments, keys=self.config.keys)
 
@@ -141,8 +139,8 @@ def open_measured(
         corpus = Corpus(data.data, texts, texts[:1], fingerprint="")
     else:
         corpus = open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
-    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len}
-    with contextlib.closing(train_batches(corpus, tokenizer, **sizes, seed=train.seed)) as rows:
+    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len, "seed": train.seed}
+    with contextlib.closing(train_batches(corpus, tokenizer, part=(0, 1), **sizes)) as rows:
         taken = itertools.islice(rows, config.batches)
         batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
     return Measured(model, batches, config)

@@ -13,7 +13,7 @@ from train.planning.estimate import Compiled
 from train.planning.gpus import GIB
 from train.run.sharding import mesh_sizes
 from train.settings.config import PretrainConfig
-from train.settings.options import flag_name
+from train.settings.options import flag_name, given_fields, shown_flag
 from train.settings.resolve import dimensions
 
 
@@ -78,7 +78,7 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
 
 def flags(config: PretrainConfig) -> str:
     """Returns `--method` and the flags that differ from the defaults of `train.pretrain`."""
-    return shlex.join(_flags(config, PretrainConfig(method="")))
+    return shlex.join(["--method", config.method, *_flags(config)])
 
 
 def chosen_flags(config: PretrainConfig) -> str:
@@ -95,16 +95,13 @@ def chosen_flags(config: PretrainConfig) -> str:
     return flags(chosen).removeprefix("--method ")
 
 
-def _flags(config: Any, default: Any) -> Iterator[str]:
+def _flags(config: Any) -> Iterator[str]:
     """Yields the flags and values of the fields that differ from their defaults."""
-    for field in dataclasses.fields(config):
-        value, usual = getattr(config, field.name), getattr(default, field.name)
-        flag = flag_name(field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _flags(value, usual)
-        elif value != usual:
-            if isinstance(value, bool):
-                yield flag if value else flag.replace("--", "--no-", 1)
-            else:
-                yield flag
-                yield from map(str, value if isinstance(value, tuple) else (value,))
+    for name, value in given_fields(config).items():
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value)
+        elif isinstance(value, bool):
+            yield shown_flag(name, value)
+        elif name != "method":
+            yield flag_name(name)
+            yield from map(str, value if isinstance(value, tuple) else (value,))

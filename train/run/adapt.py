@@ -69,7 +69,7 @@ class SiteChooser:
         codecs = {site: codec for site, codec in sites.items() if isinstance(codec, Quantized)}
         allocate = functools.partial(
             allocate_bits,
-            sizes={site: site_width(recipe.model_config, site) for site in codecs},
+            sizes={site: site_width(recipe.config.model_config, site) for site in codecs},
             average_bits=options.average_bits,
             choices=_choices(options),
         )
@@ -98,7 +98,7 @@ class SiteChooser:
           batch: batch of the gradients; its first micro-batch is used.
           step: steps done; the keys are folded from it.
         """
-        self._chooser.choose(self._key(step), model, self._micro(batch))
+        self._chooser.choose(step_key(self._config, jnp.asarray(step)), model, self._micro(batch))
         return self._chooser.bits
 
     def choose_and_compare(self, model: Decoder, batch: Batch, step: int) -> SiteBits:
@@ -107,16 +107,13 @@ class SiteChooser:
         variance = compression_variance(self._chooser.sensitivity, bits)
         return SiteBits(bits, variance, self._sampling_variance(model, batch, step))
 
-    def _key(self, step: int) -> jax.Array:
-        return step_key(self._config, jnp.asarray(step))
-
     def _micro(self, batch: Batch) -> Batch:
         """Returns the first micro-batch."""
         return {k: x[: len(x) // self._config.accumulate] for k, x in batch.items()}
 
     def _sampling_variance(self, model: Decoder, batch: Batch, step: int) -> float:
         """Returns the gradient's variance, estimated from halves of a batch; NaN for one row."""
-        batch, key = self._micro(batch), self._key(step)
+        batch, key = self._micro(batch), step_key(self._config, jnp.asarray(step))
         rows = len(batch["inputs"]) // 2
         if rows == 0:
             return math.nan

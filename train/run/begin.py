@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -16,13 +17,13 @@ from actjax.formats.packing import BITS
 from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
-from train.run.checkpoint import Checkpoints, identity_of
-from train.run.lock import RunLock
+from train.run.checkpoint import Checkpoints
+from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
-from train.run.saved_settings import changed_settings, flat, write_settings
+from train.run.saved_settings import as_json, changed_settings, write_settings
 from train.run.sharding import moments_on_host, reformatted, state_shardings, with_sharding
 from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
@@ -69,26 +70,29 @@ def begin(
         folder.
     """
     config = recipe.config
-    identity = identity_of(
-        model=config.model_config,
-        data=fingerprint,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        calibrated=recipe.calibration_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
+    parts = {
+        "model": config.model_config,
+        "data": fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "weight_dtype": config.weight_dtype,
+        "seed": config.seed,
+        "optimizer": recipe.optimizer_form,
+        "calibrated": recipe.calibration_form,
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
         **parts,
-    )
+    }
+    identity = as_json(parts)
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
     hosts.check_equal(_shared_settings(user_config, identity))
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
-            lock = _locked(config)
-            on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
+            if hosts.is_main():
+                _check_folder(config.folder)
+                with naming_flag("--out"):
+                    on_error.enter_context(run_lock(config.folder))
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
@@ -116,7 +120,7 @@ def begin(
         state = reformatted(state)
         if hosts.is_main():
             write_settings(config.folder, user_config)
-        on_error.pop_all()
+        lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
 
@@ -168,7 +172,7 @@ def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[s
 
     Paths may differ between hosts. Their contents must not: hashes of them are in the identity.
     """
-    settings = flat(dataclasses.asdict(user_config))
+    settings = flatten_dict(dataclasses.asdict(user_config), sep=".")
     flags = {
         f"`{flag_name(name.rpartition('.')[2])}`": x
         for name, x in settings.items()
@@ -183,11 +187,8 @@ _PATHS = ("checkpoint", "data.data", "data.validation")
 """Settings that name files, beside those of the type of a path."""
 
 
-def _locked(config: ResolvedConfig) -> RunLock | None:
-    """Makes the folder of a run, and takes its lock: of several processes, the first one does."""
-    if not hosts.is_main():
-        return None
-    folder = config.folder
+def _check_folder(folder: pathlib.Path) -> None:
+    """Makes the folder of a run. Raises a `ValueError` if a run could not use it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -201,11 +202,8 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
             if (folder / name).exists() and not (folder / name).is_dir():
                 raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
         read_metrics(folder / "metrics.jsonl")
-        lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
-            lock.close()
             raise ValueError(f"{folder} cannot be written: permission denied.")
-        return lock
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:

@@ -1,15 +1,13 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
-import dataclasses
-import json
 import pathlib
 import sys
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 
-from train.run.saved_settings import flat
 from train.settings.options import ANY_FULL_RANK, RENAMED
 
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
@@ -61,7 +59,7 @@ class Checkpoints:
           step: steps done.
           state: a pytree of arrays.
           data: position in the training data and other plain JSON.
-          identity: identity of the run, from `identity_of`.
+          identity: identity of the run, plain JSON.
         """
         if step == self.latest_step():
             return
@@ -123,19 +121,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk."""
-        self._manager.wait_until_finished()
         self._manager.close()
-
-
-def identity_of(**parts: Any) -> dict[str, Any]:
-    """Returns the identity of a run as plain JSON: dataclasses become dictionaries, others text."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.asdict(value)
-        return value
-
-    return json.loads(json.dumps({k: plain(v) for k, v in parts.items()}, default=str))
 
 
 def _leaves(state: Any) -> dict[str, Any]:
@@ -158,7 +144,7 @@ def _with_former_names(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
-    saved, now = flat(saved), flat(now)
+    saved, now = flatten_dict(saved, sep="."), flatten_dict(now, sep=".")
     method = saved.get("optimizer.method")
     if method in _FORMER:
         saved["optimizer.method"] = _FORMER[method]

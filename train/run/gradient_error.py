@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 
 from actjax import Codec, Exact
 from actjax.choosing.measure import compare
@@ -141,7 +141,7 @@ def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., 
 
 def _gradient_at_places(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
     """Returns a function from places, model, batch and key to the gradient."""
-    nowhere = np.zeros(recipe.model_config.num_layers, bool)
+    nowhere = np.zeros(recipe.config.model_config.num_layers, bool)
     lossy = _lossy(storage)
     of_codecs = gradient_by_codecs(recipe, storage)
 
@@ -208,21 +208,12 @@ def _of_batch(
         along, square, apart = (float(x) for x in compare(got, true))
         errors.append(apart / size)
         cosines.append(along / math.sqrt(square * size) if square > 0 else 0.0)
-        total = got if total is None else _added(total, got)
+        total = got if total is None else optax.tree.add(total, got)
     count = len(errors)
     error = statistics.mean(errors)
     if count == 1:
         return error, math.nan if draws else error, cosines[0]
     # The mean over a few keys has a variance, which is not bias.
-    apart = float(compare(_divided(total, count), true)[2]) / size
+    mean = jax.tree.map(lambda g: g / count, total)
+    apart = float(compare(mean, true)[2]) / size
     return error, max(0.0, (count * apart - error) / (count - 1)), statistics.mean(cosines)
-
-
-@jax.jit
-def _added(total: Any, gradient: Any) -> Any:
-    return jax.tree.map(jnp.add, total, gradient)
-
-
-@jax.jit
-def _divided(total: Any, count: int) -> Any:
-    return jax.tree.map(lambda g: g / count, total)

@@ -208,13 +208,9 @@ def check_shared(folder: pathlib.Path) -> None:
 
 def _exchange(text: str) -> list[str]:
     """Returns the texts of all processes, in their order."""
-    raw = text.encode()[:_MESSAGE_BYTES]
-    sizes = multihost_utils.process_allgather(np.asarray(len(raw), np.int32))
-    longest = int(np.max(sizes))
-    padded = np.frombuffer(raw.ljust(max(longest, 1), b"\0"), np.uint8)
-    gathered = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
-    pairs = zip(gathered, np.reshape(sizes, -1), strict=True)
-    return [bytes(x[:size]).decode(errors="replace") for x, size in pairs]
+    padded = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    gathered: Any = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in gathered]
 
 
 class Agreement:
@@ -244,27 +240,19 @@ class Agreement:
         return known
 
 
-def place(x: Any, sharding: NamedSharding, rows: tuple[int, int] = (0, 1)) -> jax.Array:
+def place(x: Any, sharding: NamedSharding, parts: int = 1) -> jax.Array:
     """Returns an array over the devices of all processes.
 
     Args:
-      x: the whole array; or the rows of this process.
+      x: the whole array; or the part of its leading axis that this process has.
       sharding: of the result.
-      rows: which part of the leading axis `x` is, of how many equal parts.
+      parts: how many equal parts the leading axis has.
     """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     array = np.asarray(x)
-    part, count = rows
-    if count == 1:
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-    first, shape = part * len(array), (len(array) * count, *array.shape[1:])
-
-    def shard(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(shape[0])
-        return array[(slice(start - first, stop - first), *index[1:])]
-
-    return jax.make_array_from_callback(shape, sharding, shard)
+    shape = array.shape if parts == 1 else (len(array) * parts, *array.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, array, shape)
 
 
 def code_digest() -> str:

@@ -23,9 +23,8 @@ from train.run import hosts
 from train.run.adapt import SiteChooser, site_chooser
 from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
-from train.run.lock import RunLock
 from train.run.loss import Batch, whole_batch_shapes
-from train.run.metrics import Recorder, perplexity
+from train.run.metrics import Recorder
 from train.run.optimizer import learning_rate_schedule
 from train.run.progress import Progress
 from train.run.recipe import Recipe, build_recipe
@@ -56,7 +55,7 @@ class Run:
       batches: the training data, at the position that belongs to `state`.
       validation: the held-out data.
       checkpoints: where the run is saved.
-      lock: keeps other runs out of the folder; None if another process has it. `train` releases it.
+      lock: keeps other runs out of the folder, if this process has the lock. `train` releases it.
       identity: what a checkpoint must agree with.
     """
 
@@ -67,7 +66,7 @@ class Run:
     batches: Any
     validation: ValidationSet
     checkpoints: Checkpoints
-    lock: RunLock | None
+    lock: contextlib.ExitStack
     identity: dict[str, Any]
 
     @property
@@ -193,7 +192,7 @@ def train(run: Run, console: Console, stop: StopSignal) -> int:
     """
     config, start = run.config, int(run.state.step)
     title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
-    with contextlib.closing(run.lock) if run.lock else contextlib.nullcontext():
+    with run.lock:
         with (
             jax.set_mesh(run.mesh),
             Recorder(config.folder, title, start, writes=hosts.is_main()) as recorder,
@@ -266,13 +265,8 @@ class _Trainer:
         put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
         batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
         losses = (self._eval_step(run.state.model, batch, run.state.context) for batch in batches)
-        nats = sum(map(float, losses))
-        loss = nats / run.validation.num_tokens
-        report = {
-            "validation_loss": loss,
-            "perplexity": perplexity(loss),
-            "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
-        }
+        cost = run.validation.cost(sum(map(float, losses)))
+        report = {"validation_loss": cost.pop("nats_per_token"), **cost}
         check_finite(run, step, report)
         self._recorder.record(step, **report)
         self._progress.say(step, report)
@@ -291,7 +285,7 @@ class _Trainer:
         if self._chooser is not None and self._chooser.is_due(step):
             with self._progress.paused():
                 self._choose_bits(self._chooser, batch)
-        every = run.config.recalibrate_every
+        every = run.config.adapter.recalibrate_every if run.config.adapter else 0
         if every and step > 0 and step % every == 0:
             recipe, state = run.recipe, run.state
             model = model_of(recipe, state)  # With the current adapters.
@@ -321,8 +315,8 @@ class _Trainer:
 
 def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:
     """Returns a batch on all devices, from the rows that each process has read."""
-    rows, sharding = rows_of_process(mesh, batch_size), batch_sharding(mesh)
-    return {name: hosts.place(x, sharding, rows) for name, x in batch.items()}
+    (_, parts), sharding = rows_of_process(mesh, batch_size), batch_sharding(mesh)
+    return {name: hosts.place(x, sharding, parts) for name, x in batch.items()}
 
 
 def moved(tree: Any, shardings: Any) -> Any:

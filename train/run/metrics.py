@@ -1,7 +1,6 @@
 """Records of a run: metrics.jsonl, TensorBoard files and a picture of the loss."""
 
 import json
-import math
 import pathlib
 from typing import Any, Self
 
@@ -139,8 +138,3 @@ def _smooth(values: tuple[float, ...]) -> list[float]:
         total, weight = decay * total + value, decay * weight + 1
         smooth.append(total / weight)
     return smooth
-
-
-def perplexity(loss: float) -> float:
-    """Returns `exp(loss)`, capped where it would overflow."""
-    return math.exp(min(loss, 700.0))

@@ -77,10 +77,18 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
         muon = optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=numbers)
         orthogonal = optax.chain(
             _stored(muon, config.stored_dtype),
-            optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
+            # Updates get the mean square of those of AdamW (Liu et al., 2025).
+            optax.stateless(
+                lambda u, _: jax.tree.map(lambda x: 0.2 * math.sqrt(max(x.shape[-2:])) * x, u)
+            ),
         )
+
+        def label(name: str, x: jax.Array) -> str:
+            return "muon" if name.startswith("layers.") and x.ndim >= 2 else "adam"
+
         adam = _adam(0.9, b2, config)
-        return optax.partition({"muon": orthogonal, "adam": adam}, _muon_labels)
+        labels = functools.partial(map_named, label)
+        return optax.partition({"muon": orthogonal, "adam": adam}, labels)
     return _adam(b1, b2, config)
 
 
@@ -102,18 +110,6 @@ def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     if dtype == "4bit":
         return actjax.optim.four_bit(inner, group=moment_group)
     return store_states_as(inner, jnp.dtype(dtype))
-
-
-def _with_rms_of_adam(update: jax.Array) -> jax.Array:
-    """Scales an orthogonal matrix to the mean square of updates of AdamW (Liu et al., 2025)."""
-    return 0.2 * math.sqrt(max(update.shape[-2:])) * update
-
-
-def _muon_labels(params: optax.Params):
-    """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
-    return map_named(
-        lambda name, x: "muon" if name.startswith("layers.") and x.ndim >= 2 else "adam", params
-    )
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64

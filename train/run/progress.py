@@ -29,6 +29,7 @@ class Progress:
             rich.progress.TextColumn("left"),
             rich.progress.TimeRemainingColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=start, loss="-", speed="-")
         self._logged, self._since, self._pause = start, time.perf_counter(), 0.0
@@ -60,8 +61,7 @@ class Progress:
         )
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:

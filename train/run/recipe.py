@@ -11,7 +11,6 @@ import optax
 import actjax
 from actjax.optim.stepping.pieces import count_pieces
 from models import Decoder, ModelConfig, Storage, StorageChoice
-from models.lora import LoRAConfig
 from train.run.calibration import calibrated_sites
 from train.run.loss import batch_shapes, loss_function
 from train.run.optimizer import make_optimizer, moment_block, moment_group
@@ -38,16 +37,6 @@ class Recipe:
     bits: Mapping[str, int]
 
     @property
-    def model_config(self) -> ModelConfig:
-        """Dimensions of the model."""
-        return self.config.model_config
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters; None if all weights are trained."""
-        return self.config.lora
-
-    @property
     def method(self) -> Method:
         """The method."""
         return self.config.info
@@ -61,7 +50,7 @@ class Recipe:
     @property
     def optimizer_form(self) -> dict[str, Any]:
         """Settings that shape the optimizer state: a checkpoint must agree with them."""
-        config, optimizer, model = self.config, self.config.optimizer, self.model_config
+        config, optimizer, model = self.config, self.config.optimizer, self.config.model_config
         is_full = self.method.subspace is None
         form: dict[str, Any] = {
             "moment_dtype": optimizer.stored_dtype,
@@ -84,12 +73,12 @@ class Recipe:
         # Numbers of pieces of the embedding and the head, if these are updated in pieces.
         embedding = (model.vocab_size, model.hidden_size)
         pieces = [count_pieces(embedding), count_pieces(embedding[::-1])]
-        if self.lora is None and pieces != [1, 1]:
+        if self.config.lora is None and pieces != [1, 1]:
             form["pieces"] = pieces
         if blocks := self._short_blocks():
             form["moment_blocks"] = blocks
-        if self.lora is not None:
-            form["adapters"] = dataclasses.asdict(self.lora)
+        if self.config.lora is not None:
+            form["adapters"] = dataclasses.asdict(self.config.lora)
         return form
 
     def _short_blocks(self) -> list[int]:
@@ -98,7 +87,7 @@ class Recipe:
         if self.config.optimizer.stored_dtype not in rules:
             return []
         rule, usual = rules[self.config.optimizer.stored_dtype]
-        model = self.model_config
+        model = self.config.model_config
         d, keys = model.hidden_size, model.num_kv_heads * model.head_size
         sides = (model.ffn_size, model.num_heads * model.head_size, keys, model.vocab_size)
         shapes = [shape for n in sides for shape in ((d, n), (n, d))]
@@ -170,7 +159,7 @@ def _subspace(
         return None
     make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(config, packed=config.packed)
+    batch = batch_shapes(config, packed=config.pretrained)
     model = jax.eval_shape(make, key)
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
     is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None

@@ -34,9 +34,9 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     Raises:
       ValueError: a codec does not fit the activations, for example a rank above their dimension.
     """
-    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
+    loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(recipe.config, packed=recipe.config.packed)
+    batch = batch_shapes(recipe.config, packed=recipe.config.pretrained)
     arguments = (state.model, batch, key, state.context)
 
     def stored_in_bases(*arguments: Any) -> jax.Array:
@@ -158,7 +158,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
         return gradient_function(undivided, state, refresh=False)(state.model, *arguments)[1]
 
     grads = jax.eval_shape(gradient, state, *arguments)
-    loss = loss_function(config, recipe.storage, recipe.lora)
+    loss = loss_function(config, recipe.storage, recipe.config.lora)
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
     for name, g in named_leaves(grads, is_leaf=lambda x: isinstance(x, actjax.LowRank)).items():
@@ -168,7 +168,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")
-        sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
+        sizes[name] = tree_bytes(parts) // (config.model_config.num_layers if one_layer else 1)
     return sizes
 
 
@@ -180,11 +180,13 @@ def print_opening(
     memory: StepMemory,
 ) -> None:
     """Prints the model, what each site stores, and the memory of a step by category."""
-    config, model_config = recipe.config, recipe.model_config
+    config, model_config = recipe.config, recipe.config.model_config
     shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-    share = "" if recipe.lora is None else f" ({trained / 1e6:,.2f} M in adapters are trained)"
+    share = (
+        "" if recipe.config.lora is None else f" ({trained / 1e6:,.2f} M in adapters are trained)"
+    )
     console.print(
         f"[bold]{config.title}[/bold]: {parameters / 1e6:,.1f} M parameters{share},"
         f" {model_config.num_layers} layers of {model_config.hidden_size},"
@@ -196,7 +198,7 @@ def print_opening(
         how = {"nearest": "to nearest", "stochastic": "stochastically"}[config.weight_rounding]
         console.print(f"weights: bfloat16, rounded {how} after each update")
     console.print(explanation)
-    compares = recipe.lora is None and config.method != "exact"
+    compares = config.lora is None and config.method != "exact"
     console.print(memory_table(memory, exact_memory(recipe) if compares else None))
 
 

@@ -5,6 +5,8 @@ import json
 import pathlib
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from train.settings.config import RunConfig
 from train.settings.options import RENAMED
 
@@ -29,10 +31,20 @@ _REMOVED = {
 runs that do the same."""
 
 
+def as_json(tree: Any) -> Any:
+    """Returns plain JSON: dataclasses become dictionaries, and what JSON lacks becomes text."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return str(value)
+
+    return json.loads(json.dumps(tree, default=plain))
+
+
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
     """Writes the settings of a run into its folder."""
-    text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
-    (folder / "settings.json").write_text(text + "\n")
+    (folder / "settings.json").write_text(json.dumps(as_json(config), indent=2) + "\n")
 
 
 def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
@@ -46,10 +58,10 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
         return []
     if not isinstance(written, dict):
         return []
-    before = flat(written)
+    before: dict[str, Any] = flatten_dict(written, sep=".")
     method = before.get("method")
     before["method"] = RENAMED.get(str(method), str(method)).split()[0]
-    now = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    now = flatten_dict(as_json(config), sep=".")
     unset = (name for name in _REMOVED if now.get(name) is None)
     removed = {name for name in unset if before.get(name) == _REMOVED[name]}
     added = {name for name, value in now.items() if name not in before and not value}
@@ -58,14 +70,3 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
         for name in {**before, **now}
         if name not in {*_NOT_COMPARED, *removed, *added} and before.get(name) != now.get(name)
     ]
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested dictionaries as one dictionary, with names joined by dots."""
-    joined: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            joined |= flat(value, f"{prefix}{key}.")
-        else:
-            joined[prefix + key] = value
-    return joined

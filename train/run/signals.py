@@ -44,11 +44,8 @@ class StopSignal:
 
     def _note(self, number: int, _: object) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.__exit__()
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -59,68 +59,43 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     config = recipe.config
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     if model is None:
-        model = Decoder(recipe.model_config, key, dtype=config.weight_dtype)
+        model = Decoder(config.model_config, key, dtype=config.weight_dtype)
         if recipe.method.four_bit:
             model = quantize_layers(model)
     trained: Any = model
-    if recipe.lora is not None:
-        trained = init_adapters(recipe.model_config, recipe.lora, key)
+    if config.lora is not None:
+        trained = init_adapters(config.model_config, config.lora, key)
     if config.in_backward:
         optimizer, norms = _without_norms(_in_backward(recipe).init(trained))
     else:
         optimizer, norms = actjax.optim.init(recipe.optimizer, trained), None
-    frozen = None if recipe.lora is None else model
+    frozen = None if config.lora is None else model
     calibration = None
     if recipe.method.calibrates:
-        calibration = calibration_zeros(recipe.model_config, recipe.storage)
+        calibration = calibration_zeros(config.model_config, recipe.storage)
     return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
 
 
 def model_of(recipe: Recipe, state: TrainState) -> Decoder:
     """Returns the decoder that is trained, with its adapters, without dropout, if it has any."""
-    if recipe.lora is None:
+    if recipe.config.lora is None:
         return state.model
-    return attach(state.frozen, state.model, recipe.lora, None)
+    return attach(state.frozen, state.model, recipe.config.lora, None)
 
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
 
-def make_train_step(recipe: Recipe) -> TrainStep:
+def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics.
 
     Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
     `update_norm` (norm of the change of the weights). If all are finite, so is the next state.
+
+    Args:
+      recipe: the run.
+      refresh: whether the subspaces of the layers are taken anew from the gradient.
     """
-    return _step(recipe, refresh=False)
-
-
-def make_refresh_step(recipe: Recipe) -> TrainStep:
-    """Returns a function from state and batch to the next state and metrics.
-
-    It refreshes the subspaces of the layers (`Recipe.refreshes`) and takes a step. It is a separate
-    program, so that the workspace of a refresh is not part of every step's.
-    """
-    subspace = recipe.subspace
-    if subspace is None or subspace.source != "random":
-        return _step(recipe, refresh=True)
-    step = _step(recipe, refresh=False)
-
-    def redraw_and_step(state: TrainState, batch: Batch):
-        drawn = actjax.optim.redraw(subspace, state.optimizer, state.model)
-        return step(dataclasses.replace(state, optimizer=drawn), batch)
-
-    return redraw_and_step
-
-
-def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
-    """Returns the key of a step's codecs. A resumed run gets the same keys."""
-    run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    return jax.random.fold_in(run_key, step)
-
-
-def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
-    """Returns a function from state and batch to the next state and metrics."""
     config, optimizer = recipe.config, recipe.optimizer
     if config.in_backward:
         return _in_backward_step(recipe, refresh)
@@ -134,14 +109,34 @@ def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
             optimizer, grads, state.optimizer, state.model, refresh=refresh, with_norm=True
         )
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        return _advanced(state, model, optimizer_state), metrics
+        new = {"step": state.step + 1, "model": model, "optimizer": optimizer_state}
+        return dataclasses.replace(state, **new), metrics
 
     return step
 
 
-def _advanced(state: TrainState, model: Any, optimizer: Any, norms: Any = None) -> TrainState:
-    step = state.step + 1
-    return dataclasses.replace(state, step=step, model=model, optimizer=optimizer, norms=norms)
+def make_refresh_step(recipe: Recipe) -> TrainStep:
+    """Returns a function from state and batch to the next state and metrics.
+
+    It refreshes the subspaces of the layers (`Recipe.refreshes`) and takes a step. It is a separate
+    program, so that the workspace of a refresh is not part of every step's.
+    """
+    subspace = recipe.subspace
+    if subspace is None or subspace.source != "random":
+        return make_train_step(recipe, refresh=True)
+    step = make_train_step(recipe)
+
+    def redraw_and_step(state: TrainState, batch: Batch):
+        drawn = actjax.optim.redraw(subspace, state.optimizer, state.model)
+        return step(dataclasses.replace(state, optimizer=drawn), batch)
+
+    return redraw_and_step
+
+
+def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
+    """Returns the key of a step's codecs. A resumed run gets the same keys."""
+    run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    return jax.random.fold_in(run_key, step)
 
 
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
@@ -157,19 +152,19 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
     bases = None
     if recipe.subspace is not None and not refresh:
         bases = recipe.subspace.bases(state.optimizer)
-    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
+    loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
     loss_and_grad, count = actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate
     if count == 1:
         return loss_and_grad
 
     def accumulated(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
         # Weighted by their unmasked tokens, micro-batches give the result of the whole batch.
-        micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+        micro, shares = _split(batch, count)
         return actjax.accumulate(
             lambda model, slices: loss_and_grad(model, *slices, context),
             model,
             (micro, jax.random.split(key, count)),
-            weights=_shares_of_tokens(micro),
+            weights=shares,
         )
 
     return accumulated
@@ -177,7 +172,7 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
 
 def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
     config = recipe.config
-    run_layer = layer_function(recipe.model_config, recipe.storage)
+    run_layer = layer_function(recipe.config.model_config, recipe.storage)
 
     def before(model: Decoder, inputs: dict[str, Any]) -> jax.Array:
         return model.embed(inputs_of(inputs["batch"], config.method), config.compute_dtype)
@@ -213,7 +208,8 @@ def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:
             "update_norm": update_norm,
             "clip_error": after.clip_error,
         }
-        return _advanced(state, model, optimizer, norms), metrics
+        new = {"step": state.step + 1, "model": model, "optimizer": optimizer, "norms": norms}
+        return dataclasses.replace(state, **new), metrics
 
     return step
 
@@ -238,20 +234,19 @@ def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tupl
     model, count = config.model_config, config.accumulate
     if count == 1:
         return inputs_of_one(batch), layer_keys(model, key), None
-    micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+    micro, shares = _split(batch, count)
     keys = jax.vmap(lambda key: layer_keys(model, key))(jax.random.split(key, count))
-    return jax.vmap(inputs_of_one)(micro), keys, _shares_of_tokens(micro)
+    return jax.vmap(inputs_of_one)(micro), keys, shares
 
 
-def _shares_of_tokens(micro: Batch) -> jax.Array:
-    """Returns the share of the unmasked tokens that each micro-batch has, [count]."""
+def _split(batch: Batch, count: int) -> tuple[Batch, jax.Array]:
+    """Splits arrays [B, ...] into [count, B / count, ...], with rows of every device's shard each.
+
+    Returns them with the share of the unmasked tokens that each micro-batch has, [count].
+    """
+    micro = {k: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1) for k, x in batch.items()}
     tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
-    return tokens / jnp.maximum(tokens.sum(), 1)
-
-
-def _split_interleaved(x: jax.Array, count: int) -> jax.Array:
-    """Splits [B, ...] into [count, B / count, ...]; each part has rows of every device's shard."""
-    return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+    return micro, tokens / jnp.maximum(tokens.sum(), 1)
 
 
 def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
@@ -260,7 +255,7 @@ def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
     The loss is exact, without dropout, and summed over the unmasked tokens.
     """
     exact = dataclasses.replace(recipe.config, z_loss=0.0)
-    loss = loss_function(exact, Storage(), recipe.lora, dropout=False)
+    loss = loss_function(exact, Storage(), recipe.config.lora, dropout=False)
 
     def eval_step(model: Any, batch: Batch, context: Context = Context()) -> jax.Array:
         exact = dataclasses.replace(context, calibration=None)

@@ -200,7 +200,7 @@ def _fail(message: str) -> NoReturn:
 
 def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> None:
     """Exits with an error and the nearest name for an unknown flag or an unknown choice."""
-    switches = (name for name, flag in flags.items() if flag.has_opposite or flag.is_optional)
+    switches = (name for name, flag in flags.items() if flag.has_opposite)
     known = [*flags, *(f"--no-{name.removeprefix('--')}" for name in switches)]
     for index, argument in enumerate(args):
         match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", argument, re.DOTALL)
@@ -253,8 +253,7 @@ def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
             flags += flags_of(kind, f"{name}.", value)
         else:
             is_optional = kind is bool and kind is not hints[field.name]
-            off = tyro.conf.FlagCreatePairsOff in markers
-            has_opposite = kind is bool and not is_optional and not off
+            has_opposite = kind is bool and tyro.conf.FlagCreatePairsOff not in markers
             text = texts.get(field.name, "")
             flags.append(Flag(name, kind, value, text, has_opposite, is_optional))
     return flags

@@ -8,6 +8,7 @@ gives them. The text is parsed and never evaluated.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import math
@@ -123,7 +124,7 @@ def _read(text: str) -> tuple[str, CodecText]:
     if not parenthesis and kind.strip() in CODECS:
         raise _not_a_codec(text, " Its parentheses are missing.")
     if not parenthesis or (equals and not site.strip().isidentifier()):
-        raise _not_a_codec(text, _hint(kind.strip()))
+        raise _not_a_codec(text, near_hint(kind.strip(), CODECS))
     if len(text) > _LONGEST:
         raise _not_a_codec(f"{text[:40]}...", f" It has {len(text)} characters.")
     try:
@@ -143,7 +144,7 @@ def _codec_of(node: ast.expr, text: str) -> CodecText:
         raise _not_a_codec(text)
     kind = node.func.id
     if kind not in CODECS:
-        raise _not_a_codec(text, _hint(kind))
+        raise _not_a_codec(text, near_hint(kind, CODECS))
     names = [field.name for field in dataclasses.fields(CODECS[kind])]
     if len(node.args) > len(names):
         raise ValueError(f"`--codec` {text!r}: {kind} has the fields {', '.join(names)}.")
@@ -165,20 +166,11 @@ def _value_of(node: ast.expr, text: str) -> Any:
         return _codec_of(node, text)
     if isinstance(node, ast.Name) and node.id == "inf":
         return math.inf
-    sign = 1
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, node = -1, node.operand
-    if isinstance(node, ast.Constant):
-        value = node.value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return sign * value
-        if sign == 1 and (value is None or isinstance(value, bool | str)):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        value = ast.literal_eval(node)
+        if value is None or isinstance(value, int | float | str):
             return value
     raise _not_a_codec(text, " A field takes a number, a quoted word, True, False or a codec.")
-
-
-def _hint(kind: str) -> str:
-    return near_hint(kind, CODECS) if kind else ""
 
 
 def _not_a_codec(text: str, hint: str = "") -> ValueError:

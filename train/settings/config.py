@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
 
@@ -11,9 +11,16 @@ from models.lora import TARGETS, LoRAConfig
 from models.presets import PRESETS
 from train.settings.cli import Headings
 from train.settings.data import DataConfig, ExampleConfig
-from train.settings.messages import near_hint
+from train.settings.messages import check_known
 from train.settings.methods import METHODS
-from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, check_at_least, flag_name
+from train.settings.options import (
+    ADAPTERS,
+    FULL_WEIGHTS,
+    MethodOptions,
+    check_at_least,
+    check_range,
+    flag_name,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -84,14 +91,10 @@ class OptimizerConfig:
         )
 
     def __post_init__(self) -> None:
-        _check_range(self, math.inf, "learning_rate", "warmup_steps", "weight_decay")
+        check_range(self, math.inf, "learning_rate", "warmup_steps", "weight_decay")
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
-        _check_range(self, 1, "beta1", "beta2")
-        if self.optimizer not in (known := get_args(Optimizer)):
-            hint = near_hint(self.optimizer, known)
-            raise ValueError(
-                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are: {', '.join(known)}."
-            )
+        check_range(self, 1, "beta1", "beta2")
+        check_known("`--optimizer`", self.optimizer, get_args(Optimizer))
         if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
                 f"`--moment-dtype {self.moment_dtype}` is for optimizers with the moments of Adam,"
@@ -124,13 +127,6 @@ _UNUSED = {"adafactor": ("beta1", "beta2", "offload_states"), "sgd": ("beta2",)}
 _BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
 
 
-def _check_range(config: Any, end: float, *fields: str, low: int = 0) -> None:
-    """Raises a `ValueError` unless `low <= value < end` for the values of all fields."""
-    for field in fields:
-        if not low <= (value := getattr(config, field)) < end:
-            raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Settings that all training programs share.
@@ -141,9 +137,7 @@ class RunConfig:
 
     method: str = "exact"
     """What is stored for the backward pass."""
-    options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
-        default_factory=MethodOptions
-    )
+    options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
     steps: int = 1000
     """Optimizer steps of the whole run."""
     batch_size: int = 8
@@ -158,7 +152,7 @@ class RunConfig:
     at once. Clips by an estimate of the norm. With `--accumulate`, the codes of all micro-batches
     exist at once, and the workspace of one. Default: on for lean, lean_remat and lean_subspace,
     off for the others."""
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
     weight_rounding: WeightRounding = "auto"
@@ -201,24 +195,19 @@ class RunConfig:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
         check_at_least(1, **{name: getattr(self, name) for name in positive})
-        _check_range(self, 2**31, "steps", low=1)
+        check_range(self, 2**31, "steps", low=1)
         if self.batch_size * self.seq_len >= 2**31:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
                 " 2^31 tokens: make one of them smaller."
             )
-        _check_range(self, 2**32, "seed")
-        _check_range(self, math.inf, "z_loss")
+        check_range(self, 2**32, "seed")
+        check_range(self, math.inf, "z_loss")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
                 f" `--accumulate` {self.accumulate}: choose a divisor of it."
             )
-
-
-def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns the summary of each method."""
-    return {name: METHODS[name].summary for name in names}
 
 
 _TRAINING: Headings = {
@@ -258,7 +247,7 @@ class PretrainConfig(RunConfig):
     model_vocab_size: int = 0
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
@@ -279,7 +268,8 @@ class PretrainConfig(RunConfig):
             f" vocabulary of {model.vocab_size:,}"
             for name, model in PRESETS.items()
         }
-        return {"--model": models, "--method": _method_choices(FULL_WEIGHTS)}
+        methods = {name: METHODS[name].summary for name in FULL_WEIGHTS}
+        return {"--model": models, "--method": methods}
 
     @property
     def title(self) -> str:
@@ -288,7 +278,7 @@ class PretrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_range(self, math.inf, "model_vocab_size")
+        check_range(self, math.inf, "model_vocab_size")
         trains_tokenizer = self.data.tokenizer is None
         if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
             raise ValueError(
@@ -324,7 +314,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, calibration_batches=self.calibration_batches)
-        _check_range(self, math.inf, "recalibrate_every")
+        check_range(self, math.inf, "recalibrate_every")
         assert self.lora is not None  # Raises for values out of range.
 
     @property
@@ -349,12 +339,10 @@ class FinetuneConfig(RunConfig):
     of the checkpoint."""
     method: str = "lora"
     """What is trained, and what is stored for the backward pass."""
-    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
-    data: ExampleConfig = dataclasses.field(default_factory=ExampleConfig)
-    optimizer: OptimizerConfig = dataclasses.field(
-        default_factory=lambda: OptimizerConfig(
-            learning_rate=3e-4, weight_decay=0.0, warmup_steps=20
-        )
+    adapter: AdapterConfig = AdapterConfig()
+    data: ExampleConfig = ExampleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=3e-4, weight_decay=0.0, warmup_steps=20
     )
     steps: int = 300
     """Optimizer steps of the whole run."""
@@ -378,7 +366,7 @@ class FinetuneConfig(RunConfig):
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
-        return {"--method": _method_choices((*ADAPTERS, *FULL_WEIGHTS))}
+        return {"--method": {name: METHODS[name].summary for name in (*ADAPTERS, *FULL_WEIGHTS)}}
 
     @property
     def title(self) -> str:

@@ -2,13 +2,20 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 def near_hint(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Returns " Did you mean X?" for the nearest known name; "" if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_known(what: str, name: str, known: Collection[str], cutoff: float = 0.4) -> None:
+    """Raises a `ValueError` with the nearest known name unless a name is known."""
+    if name not in known:
+        hint = near_hint(name, known, cutoff)
+        raise ValueError(f"unknown {what} {name!r}.{hint} There are: {', '.join(known)}.")
 
 
 @contextlib.contextmanager

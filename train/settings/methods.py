@@ -18,7 +18,7 @@ from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
 from train.settings.codecs import codec_at, fix_bits, read_codecs
-from train.settings.messages import near_hint
+from train.settings.messages import check_known
 from train.settings.options import RENAMED, MethodOptions
 
 
@@ -141,9 +141,8 @@ def _chosen(o: MethodOptions, site: str, default: Codec) -> Codec:
     return _placed(default if text is None else text.build(default), o)
 
 
-def _balanced(**settings: Any) -> dict[str, Any]:
-    """Returns the fields of the codes that lose least on trained activations."""
-    return {"rotate": True, "balance": True, **settings}
+_BALANCED = {"rotate": True, "balance": True}
+"""The fields of the codes that lose least on trained activations."""
 
 
 def _code(
@@ -172,7 +171,7 @@ def _code(
         return _placed(text.build(Exact()), o)
     named = {} if text is None else text.given
     # Fields that `--codec` gives have its values.
-    fields = {**(_balanced() if settings is None else settings), **named}
+    fields = {**(_BALANCED if settings is None else settings), **named}
     if o.average_bits and bits is None:
         default_bits = max(n for n in CODE_BITS if n <= o.average_bits)
     names_site = site in read_codecs(o.codec)
@@ -237,11 +236,9 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
     def code(site: str, outlier_fraction: float = 0.0) -> Codec:
         text = codec_at(o.codec, site)
         by_channel = text is not None and text.given.get("scaling") == "channel"
-        settings = {"outlier_fraction": outlier_fraction}
-        if by_channel:  # As published: without levels for normal numbers too.
-            settings |= {"levels": "uniform"}
-        else:
-            settings = _balanced(**settings)
+        # As published: without levels for normal numbers too.
+        usual = {"levels": "uniform"} if by_channel else _BALANCED
+        settings = {"outlier_fraction": outlier_fraction, **usual}
         return _code(o, site, default_bits=2, settings=settings)
 
     outliers = 0.0 if o.level == "none" else 0.005
@@ -357,7 +354,5 @@ def method(name: str) -> Method:
     """
     if name in RENAMED:
         raise ValueError(f"`--method {name}` is now `--method {RENAMED[name]}`.")
-    if name not in METHODS:
-        hint = near_hint(name, METHODS)
-        raise ValueError(f"unknown `--method` {name!r}.{hint} There are: {', '.join(METHODS)}.")
+    check_known("`--method`", name, METHODS)
     return METHODS[name]

@@ -84,7 +84,6 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
 }
 """The methods that use a flag. Flags that are not listed are for all methods."""
 
-
 _DENSE = "--no-in-backward --moment-dtype float32 --weight-dtype float32"
 RENAMED = {
     "frugal": "lean",
@@ -127,11 +126,9 @@ REMOVED_FLAGS = {
 }
 """By flag that was removed: what holds now."""
 FORMER_CHOICES = {
-    "--optimizer": {
-        "apollo": "it was never measured. Choose fira.",
-        "apollo_mini": "it was never measured. Choose fira.",
-        "frugal_signs": "it was never measured. Choose fira.",
-    },
+    "--optimizer": dict.fromkeys(
+        ("apollo", "apollo_mini", "frugal_signs"), "it was never measured. Choose fira."
+    ),
     "--weight-rounding": {
         "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
         " stochastic."
@@ -140,8 +137,6 @@ FORMER_CHOICES = {
 """By flag and value that were removed: what to choose."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
-
-
 _OF_A_PROJECTION = ("rank", "gap", "scale")
 """Options that `--optimizer fira` uses with any method."""
 
@@ -158,14 +153,19 @@ def check_at_least(least: int, **values: float | None) -> None:
             raise ValueError(f"`{flag_name(field)}` must be at least {least}, got {value}.")
 
 
+def check_range(config: Any, end: float, *fields: str, low: int = 0) -> None:
+    """Raises a `ValueError` unless `low <= value < end` for the values of all fields."""
+    for field in fields:
+        if not low <= (value := getattr(config, field)) < end:
+            raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
+
+
 def given_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that have a default and another value."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(config)}
     return {
-        name: value
-        for name, value in values.items()
-        if defaults[name] is not dataclasses.MISSING and value != defaults[name]
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if default_of(field) not in (dataclasses.MISSING, getattr(config, field.name))
     }
 
 

@@ -10,7 +10,13 @@ from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train.settings import methods
 from train.settings.codecs import check_sites
-from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
+from train.settings.config import (
+    AdapterConfig,
+    FinetuneConfig,
+    OptimizerConfig,
+    PretrainConfig,
+    RunConfig,
+)
 from train.settings.messages import naming_flag
 from train.settings.options import check_flags
 
@@ -25,11 +31,9 @@ class ResolvedConfig(RunConfig):
       title: name of the model.
       model_config: its dimensions.
       folder: folder of the run.
-      lora: the adapters; None if all weights are trained.
-      calibration_batches: batches that scales of channels are measured on before the first step.
-      recalibrate_every: steps between two measurements of these scales; 0 for none.
-      packed: whether several examples share a sequence without seeing each other.
-      pretrained: whether the run begins with trained weights, which are evaluated first.
+      adapter: the settings of the adapters; None if all weights are trained.
+      pretrained: whether a checkpoint is trained on examples: it is evaluated first, and several
+        examples share a sequence without seeing each other.
       positions: longest sequence of the model as published, or as its checkpoint says. The model
         that is trained takes sequences of `seq_len` tokens.
     """
@@ -37,10 +41,7 @@ class ResolvedConfig(RunConfig):
     title: str
     model_config: ModelConfig
     folder: pathlib.Path
-    lora: LoRAConfig | None = None
-    calibration_batches: int = 0
-    recalibrate_every: int = 0
-    packed: bool = False
+    adapter: AdapterConfig | None = None
     pretrained: bool = False
     positions: int
 
@@ -48,6 +49,11 @@ class ResolvedConfig(RunConfig):
     def info(self) -> methods.Method:
         """The method."""
         return methods.METHODS[self.method]
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters; None if all weights are trained."""
+        return None if self.adapter is None else self.adapter.lora
 
     @property
     def warnings(self) -> list[str]:
@@ -159,15 +165,9 @@ def resolve(
         "model_config": model,
         "positions": model.max_seq_len,
         "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
+        "adapter": adapter if method.adapters else None,
+        "pretrained": adapter is not None,
     }
-    if adapter is not None:
-        resolved |= {"packed": True, "pretrained": True}
-    if adapter is not None and method.adapters:
-        resolved |= {
-            "lora": adapter.lora,
-            "calibration_batches": adapter.calibration_batches,
-            "recalibrate_every": adapter.recalibrate_every,
-        }
     return ResolvedConfig(**{**shared, **resolved})
 
 

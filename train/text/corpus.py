@@ -6,14 +6,12 @@ never imported: TFDS data sets are read as ArrayRecord through `tfds.data_source
 
 import dataclasses
 import pathlib
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
 
-from train.text.hashes import digest_of, unit_hash
+from train.text.hashes import HELD_OUT, digest_of, unit_hash
 from train.text.prepared import find_prepared, open_prepared, prepared_names
 from train.text.standard_library import prepare_standard_library
-from train.text.text_files import documents_in, group_paragraphs, is_text, read_text
-
-T_co = TypeVar("T_co", covariant=True)
+from train.text.text_files import documents_in, group_paragraphs, suffix_of
 
 ACCEPTED = (
     "a .txt or .md file (or any other UTF-8 text), a .jsonl file, either of them also as .gz, a "
@@ -22,35 +20,24 @@ ACCEPTED = (
 )
 
 
-class RandomAccess(Protocol[T_co]):
-    """A finite sequence, read by index from any thread."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> T_co: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on and held-out text. Both can be pickled, and neither is empty."""
+    """Training and held-out text. Neither is empty; both can be pickled and read from any thread."""
 
     name: str
     """Name for logs."""
-    train: RandomAccess[str]
-    validation: RandomAccess[str]
+    train: Sequence[str]
+    validation: Sequence[str]
     fingerprint: str
     """Hexadecimal. Checkpoints keep it, so that resuming on other data is refused. A hash of the
     text of local files, or of a prepared data set's name, version, sizes and splits."""
 
 
-def open_corpus(
-    data: str | None,
-    data_dir: pathlib.Path,
-    *,
-    validation_fraction: float = 0.02,
-    text_field: str = "text",
-) -> Corpus:
+def open_corpus(data: str | None, data_dir: pathlib.Path, *, text_field: str = "text") -> Corpus:
     """Opens the documents that `data` names.
+
+    Of a source without a validation split, a fiftieth of the documents is held out: at least one,
+    and at least one is not. Of a single document, the end is held out.
 
     Args:
       data: one of
@@ -62,27 +49,22 @@ def open_corpus(
         - `"name"`, `"name/config"`, either with `":version"`: a TFDS data set, already prepared
           in `data_dir` as ArrayRecord. An existing path of the same name takes precedence.
       data_dir: folder of prepared data sets.
-      validation_fraction: share of the documents to hold out of a source without a validation
-        split, in (0, 1). At least one document is held out and at least one is not. Of a single
-        document, the end is held out.
       text_field: the JSON field, parquet column or TFDS feature that holds the text.
 
     Raises:
       FileNotFoundError: `data` is neither a path nor a data set prepared in `data_dir`.
       ValueError: the source has no text, or cannot be read.
     """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"`validation_fraction` must be in (0, 1), got {validation_fraction}.")
     if data is None or data == "stdlib":
         directory = prepare_standard_library(data_dir)
-        return Corpus("stdlib", *open_prepared(directory, "stdlib", "text", validation_fraction))
+        return Corpus("stdlib", *open_prepared(directory, "stdlib", "text"))
     path = pathlib.Path(data).expanduser()
     if data and path.exists():
-        if path.is_dir() or not is_text(path):
-            documents = documents_in(path, text_field)
-        else:  # Documents of a single text file, so that some can be held out.
-            documents = group_paragraphs(read_text(path))
-        train, validation = _hold_out(_with_text(documents, path), validation_fraction, path)
+        documents = documents_in(path, text_field)
+        if path.is_file() and suffix_of(path) not in (".jsonl", ".parquet"):
+            # A text file: several documents, so that some can be held out.
+            documents = group_paragraphs(*documents)
+        train, validation = _hold_out(_with_text(documents, path), path)
         fingerprint = digest_of([str(len(train)), *train, *validation])
         return Corpus(path.name, train, validation, fingerprint)
     directory = find_prepared(data, data_dir)
@@ -94,7 +76,7 @@ def open_corpus(
             f"data set first with `tfds build {data.partition(':')[0]} --data_dir={data_dir} "
             f"--file_format=array_record`. Accepted: {ACCEPTED}."
         )
-    return Corpus(data, *open_prepared(directory, data, text_field, validation_fraction))
+    return Corpus(data, *open_prepared(directory, data, text_field))
 
 
 def open_whole(data: str, *, text_field: str = "text") -> Corpus:
@@ -127,18 +109,23 @@ def _with_text(documents: list[str], path: pathlib.Path) -> list[str]:
     return documents
 
 
-def _hold_out(
-    documents: list[str], fraction: float, path: pathlib.Path
-) -> tuple[list[str], list[str]]:
+def _hold_out(documents: list[str], path: pathlib.Path) -> tuple[list[str], list[str]]:
     """Splits documents by a hash of their text, so that copies of a document stay together.
 
     Adding documents does not move the others. Both sides get at least one. Of a single document,
-    the last `fraction` is held out.
+    the last part is held out.
     """
     if len(documents) == 1:
-        return _hold_out_tail(documents[0], fraction, path)
+        (text,) = documents
+        cut = len(text) - max(1, round(len(text) * HELD_OUT))
+        if not text[:cut].strip() or not text[cut:].strip():
+            raise ValueError(
+                f"`--data` is '{path}': a single document of {len(text)} characters is too short to"
+                " hold its end out. Give more text."
+            )
+        return [text[:cut]], [text[cut:]]
     hashes = [unit_hash(text.encode()) for text in documents]
-    bound = min(max(fraction, min(hashes)), sorted(hashes)[-2])
+    bound = min(max(HELD_OUT, min(hashes)), sorted(hashes)[-2])
     held_out = [value <= bound for value in hashes]
     if all(held_out):  # All documents are copies of one.
         held_out[0] = False
@@ -146,13 +133,3 @@ def _hold_out(
         [text for text, out in zip(documents, held_out, strict=True) if not out],
         [text for text, out in zip(documents, held_out, strict=True) if out],
     )
-
-
-def _hold_out_tail(text: str, fraction: float, path: pathlib.Path) -> tuple[list[str], list[str]]:
-    cut = len(text) - max(1, round(len(text) * fraction))
-    if not text[:cut].strip() or not text[cut:].strip():
-        raise ValueError(
-            f"`--data` is '{path}': a single document of {len(text)} characters is too short to "
-            "hold its end out. Give more text."
-        )
-    return [text[:cut]], [text[cut:]]

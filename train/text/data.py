@@ -7,14 +7,16 @@ batches that would have followed. Threads read ahead; no processes are started.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
-from train.text.corpus import Corpus, RandomAccess
+from train.text.corpus import Corpus
 from train.text.rows import WINDOW_ROWS, ShuffledRowsIterDataset
 from train.text.tokenizer import Tokenizer
 
@@ -43,10 +45,9 @@ def train_batches(
     batch_size: int,
     seq_len: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    part: tuple[int, int] = (0, 1),
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
+    """Returns an endless iterator over this process's part of batches of `batch_size` rows.
 
     Documents are shuffled again in each epoch. Their tokens are split into rows of `seq_len + 1`
     without overlap, and batches take rows in random order from a window of thousands of rows
@@ -64,17 +65,15 @@ def train_batches(
       batch_size: rows of all processes together.
       seq_len: tokens of a row.
       seed: seed of the shuffles.
-      process_index: number of this process, from 0.
-      process_count: number of processes.
+      part: which part of each batch this process reads, from 0, of how many equal ones.
 
     Raises:
       ValueError: an argument is out of range, or the documents do not fill one row.
     """
     check_at_least(1, batch_size=batch_size, seq_len=seq_len)
-    mine = slice_of_process(batch_size, process_index, process_count)
-    # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
-    source: Any = corpus.train
-    documents: Any = grain.MapDataset.source(source)
+    mine = rows_of_part(batch_size, part)
+    # `Any`: grain's protocols allow missing elements.
+    documents: Any = grain.MapDataset.source(corpus.train)
     _check_fills_a_row(documents, tokenizer, seq_len)
     endless = documents.seed(seed).shuffle().repeat()
     rows: Any = ShuffledRowsIterDataset(
@@ -84,11 +83,7 @@ def train_batches(
         seed=seed,
     )
     batches = rows.batch(batch_size, drop_remainder=True).map(lambda x: _as_batch(x[mine]))
-    return iter(
-        grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
-        )
-    )
+    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,29 +97,39 @@ class ValidationSet:
     """UTF-8 bytes of the text of those targets: `sum of nats / ln 2 / num_bytes` is bits per byte.
     Exact except for a few bytes where the first or last target is part of a character."""
 
+    def cost(self, nats: float) -> dict[str, float]:
+        """Returns the cost of the text from the sum of its cross-entropy.
 
-def slice_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
-    """Returns the rows of a batch that belong to a process.
+        Bits per byte do not depend on the tokenizer; they are NaN without bytes. The perplexity is
+        capped where it would overflow.
+        """
+        loss = nats / self.num_tokens
+        return {
+            "nats_per_token": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan,
+        }
+
+
+def rows_of_part(batch_size: int, part: tuple[int, int]) -> slice:
+    """Returns the rows of a part of a batch.
 
     Raises:
-      ValueError: there is no such process, or the rows do not divide evenly.
+      ValueError: there is no such part, or the rows do not divide evenly.
     """
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"`process_index` must be from 0 to {process_count - 1}, got {process_index}."
-        )
-    if batch_size % process_count:
-        raise ValueError(
-            f"`--batch-size` must be a multiple of the {process_count} processes, got {batch_size}."
-        )
-    count = batch_size // process_count
-    return slice(process_index * count, (process_index + 1) * count)
+    index, count = part
+    if not 0 <= index < count:
+        raise ValueError(f"`part` must be from 0 to {count - 1} of {count}, got {index}.")
+    if batch_size % count:
+        raise ValueError(f"`--batch-size` must be a multiple of {count} parts, got {batch_size}.")
+    rows = batch_size // count
+    return slice(index * rows, (index + 1) * rows)
 
 
 def validation_batches(
-    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, max_batches: int
+    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, eval_batches: int
 ) -> ValidationSet:
-    """Returns the first `max_batches` batches of the validation split, the same at every call.
+    """Returns the first `eval_batches` batches of the validation split, the same at every call.
 
     Documents come in order, truncated to 2048 tokens if there are several. Every token except the
     first is a target once: the last target of a row is the first input of the next. After the end
@@ -135,16 +140,14 @@ def validation_batches(
       tokenizer: as for `train_batches`.
       batch_size: rows of a batch.
       seq_len: tokens of a row.
-      max_batches: largest number of batches.
+      eval_batches: largest number of batches.
 
     Raises:
       ValueError: a size is below 1, or the split has fewer than two tokens.
     """
-    check_at_least(1, batch_size=batch_size, seq_len=seq_len)
-    if max_batches < 1:
-        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
+    check_at_least(1, batch_size=batch_size, seq_len=seq_len, eval_batches=eval_batches)
     per_batch = batch_size * seq_len
-    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * max_batches + 1)
+    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * eval_batches + 1)
     if len(tokens) < 2:
         raise ValueError(
             f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed."
@@ -163,7 +166,7 @@ def validation_batches(
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
-def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
+def _check_fills_a_row(documents: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> None:
     """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
     count = 0
     for index in range(len(documents)):
@@ -178,7 +181,7 @@ def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_l
 
 
 def _read_documents(
-    documents: RandomAccess[str], tokenizer: Tokenizer, epoch: int, index: int
+    documents: Sequence[str], tokenizer: Tokenizer, epoch: int, index: int
 ) -> list[np.ndarray]:
     """Returns the ids of a document and of those after it, about `_ENCODED_CHARS` characters.
 
@@ -207,7 +210,7 @@ def _as_batch(rows: np.ndarray) -> Batch:
 
 
 def _first_tokens(
-    texts: RandomAccess[str], tokenizer: Tokenizer, wanted: int
+    texts: Sequence[str], tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, int]:
     """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
     pieces, num_bytes = [], 0

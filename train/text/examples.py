@@ -20,6 +20,7 @@ from train.settings.options import check_at_least, flag_name, given_fields, show
 from train.text.chat import ChatTemplate, open_chat_template
 from train.text.hashes import unit_hash
 from train.text.records import FieldTemplate, Record, field_of, quoted, read_records
+from train.text.text_files import text_of
 from train.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -134,20 +135,16 @@ def _make_encoder(
         # The template writes special tokens, at both ends too.
         encode, before, after = tokenizer.encode_with_special, [], []
 
-    def write(fields: dict[str, Any]) -> list[Pieces]:
+    def write(record: Record) -> list[Pieces]:
         if template is not None:
-            return _write_chat(fields, config.messages_field, template)
+            return _write_chat(record.fields, config.messages_field, template)
         if form == "completion":
-            return [[(prompt.fill(fields), False), (completion.fill(fields), True)]]
-        text = field_of(fields, config.text_field)
-        if not isinstance(text, str):
-            raise ValueError(f"field '{config.text_field}' is {type(text).__name__}, not text")
-        return [[(text, True)]]
+            return [[(prompt.fill(record.fields), False), (completion.fill(record.fields), True)]]
+        return [[(text_of(record, config.text_field), True)]]
 
     def examples_of(record: Record) -> list[Example]:
         return [
-            _encode(pieces, encode, before, after, config.count_prompts)
-            for pieces in write(record.fields)
+            _encode(pieces, encode, before, after, config.count_prompts) for pieces in write(record)
         ]
 
     return lambda record: record.apply(examples_of)

@@ -3,6 +3,9 @@
 import hashlib
 from collections.abc import Iterable
 
+HELD_OUT = 0.02
+"""Share of the documents to hold out of text without a validation split."""
+
 
 def unit_hash(data: bytes) -> float:
     """Returns a number in [0, 1) that depends only on `data`."""

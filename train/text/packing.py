@@ -10,9 +10,10 @@ from typing import Any
 
 import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
-from train.text.data import Batch, ValidationSet, slice_of_process
+from train.text.data import Batch, ValidationSet, rows_of_part
 from train.text.examples import Example
 from train.text.tokenizer import Tokenizer
 
@@ -29,10 +30,9 @@ def packed_batches(
     seq_len: int,
     seed: int,
     pad_id: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    part: tuple[int, int] = (0, 1),
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
+    """Returns an endless iterator over this process's part of batches of `batch_size` rows.
 
     An example of n tokens takes n - 1 places of a row (its last token is only a target) and is
     never split. Each epoch, examples are shuffled, each goes into the fullest row with room for it,
@@ -40,9 +40,8 @@ def packed_batches(
     example occurs once per epoch. The batches of all processes together do not depend on the number
     of processes.
 
-    A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each
-    [batch_size / process_count, seq_len]. The mask is 1 where the target counts. Segments number
-    the examples of a row from 1; padding is 0.
+    A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each [rows, seq_len].
+    The mask is 1 where the target counts. Segments number a row's examples from 1; padding is 0.
 
     `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
     arguments, continues with the same batches. `close()` stops the thread that reads ahead.
@@ -53,14 +52,13 @@ def packed_batches(
       seq_len: tokens of a row.
       seed: seed of the shuffles.
       pad_id: id of padding in inputs and targets.
-      process_index: number of this process, from 0.
-      process_count: number of processes.
+      part: as for `train_batches`.
 
     Raises:
       ValueError: an argument is out of range, or an example is too long or has no counted token.
     """
     _check(examples, batch_size, seq_len)
-    mine = slice_of_process(batch_size, process_index, process_count)
+    mine = rows_of_part(batch_size, part)
 
     def rows_of(epoch: int) -> list[PackedRow]:
         generator = np.random.default_rng([seed, epoch])
@@ -69,14 +67,10 @@ def packed_batches(
         return [rows[index] for index in generator.permutation(len(rows))]
 
     def batch_of(rows: Sequence[PackedRow]) -> Batch:
-        return _as_batch(rows[mine], batch_size // process_count, seq_len, pad_id)
+        return _as_batch(rows[mine], mine.stop - mine.start, seq_len, pad_id)
 
     batches = _EpochsIterDataset(rows_of).batch(batch_size, batch_fn=batch_of)
-    return iter(
-        grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
-        )
-    )
+    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
 def validation_set(
@@ -85,10 +79,10 @@ def validation_set(
     *,
     batch_size: int,
     seq_len: int,
-    max_batches: int,
+    eval_batches: int,
     pad_id: int,
 ) -> ValidationSet:
-    """Returns the first `max_batches` batches of the examples, packed in order.
+    """Returns the first `eval_batches` batches of the examples, packed in order.
 
     The last batch is padded with empty rows. `num_bytes` is that of the counted text.
 
@@ -97,16 +91,15 @@ def validation_set(
       tokenizer: tokenizer of the examples.
       batch_size: rows of a batch.
       seq_len: tokens of a row.
-      max_batches: largest number of batches.
+      eval_batches: largest number of batches.
       pad_id: as for `packed_batches`.
 
     Raises:
       ValueError: as for `packed_batches`, or the counted tokens have no text.
     """
+    check_at_least(1, eval_batches=eval_batches)
     _check(examples, batch_size, seq_len)
-    if max_batches < 1:
-        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
-    rows = _pack(examples, range(len(examples)), seq_len)[: max_batches * batch_size]
+    rows = _pack(examples, range(len(examples)), seq_len)[: eval_batches * batch_size]
     batches = [
         _as_batch(rows[start : start + batch_size], batch_size, seq_len, pad_id)
         for start in range(0, len(rows), batch_size)

@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from train.text.hashes import digest_of
+from train.text.hashes import HELD_OUT, digest_of
 
 
 @dataclasses.dataclass(frozen=True)
-class TextColumn:
+class TextColumn(Sequence[str]):
     """The text of each record of a TFDS data source. Each call reads one record."""
 
     records: Sequence[dict[str, Any]]
@@ -46,16 +46,17 @@ def prepared_names(data_dir: pathlib.Path) -> list[str]:
 
 
 def open_prepared(
-    directory: pathlib.Path, data: str, field: str, fraction: float
+    directory: pathlib.Path, data: str, field: str
 ) -> tuple[TextColumn, TextColumn, str]:
     """Opens the ArrayRecord data set in `directory`.
+
+    Without a validation split, the end of the training documents is held out: TFDS writes documents
+    in the order of a hash of their keys, so it is a random sample.
 
     Args:
       directory: what `find_prepared` returned.
       data: its name, for messages.
       field: the feature that holds the text.
-      fraction: share of the training documents to hold out if there is no validation split. TFDS
-        writes documents in the order of a hash of their keys, so the end is a random sample.
 
     Returns:
       Text to train on, held-out text, and a hash of the name, version, sizes and splits.
@@ -83,7 +84,7 @@ def open_prepared(
                 f"`--data` is '{data}': it has {count} document(s), and one must be held out. "
                 "Give at least two."
             )
-        end = min(max(1, round(count * (1 - fraction))), count - 1)
+        end = min(max(1, round(count * (1 - HELD_OUT))), count - 1)
         train, validation = f"train[:{end}]", f"train[{end}:]"
     shards = sorted([s.name, s.shard_lengths, int(s.num_bytes)] for s in splits.values())
     identity = [builder.info.full_name, field, train, validation, shards]

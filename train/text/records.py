@@ -1,36 +1,18 @@
 """Records: JSON objects from files, and templates that make texts of their fields."""
 
-import json
 import pathlib
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from train.text.text_files import files_under, read_text, suffix_of
-
-T = TypeVar("T")
+from train.text.text_files import Record, files_under, records_in, suffix_of
 
 ACCEPTED = (
     "a .jsonl file with one JSON object per line, a .json file with an array of objects or one "
     "object per line, either of them also as .gz, or a folder of such files"
 )
 _SUFFIXES = (".json", ".jsonl")
-
-
-class Record(NamedTuple):
-    """The fields of a record, and its place for messages."""
-
-    where: str
-    fields: dict[str, Any]
-
-    def apply(self, make: Callable[..., T], *args: Any) -> T:
-        """Returns `make(self, *args)`; a ValueError from it gets the place of the record."""
-        try:
-            return make(self, *args)
-        except ValueError as error:  # Also UnicodeEncodeError, from half a surrogate pair.
-            reason = str(error).removesuffix(".")
-            raise ValueError(f"{self.where}: {reason}. Correct or remove it.") from error
 
 
 def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
@@ -52,7 +34,7 @@ def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
         files = [file for file in files_under(path, _SUFFIXES) if file.is_file()]
     elif suffix_of(path) not in _SUFFIXES:
         raise ValueError(f"`{flag}` is '{data}', which is not a file of records. Give {ACCEPTED}.")
-    records = [record for file in files for record in _read_file(file, flag)]
+    records = [record for file in files for record in records_in(file, flag)]
     if not records:
         raise ValueError(f"`{flag}` is '{data}': it has no records. Give {ACCEPTED}.")
     return records
@@ -149,35 +131,3 @@ def quoted(names: Iterable[str]) -> str:
 def _first_name(field_name: str) -> str:
     """Returns `a` for `a`, `a[0]` and `a.b`."""
     return re.split(r"[.\[]", field_name, maxsplit=1)[0]
-
-
-def _read_file(path: pathlib.Path, flag: str) -> Iterator[Record]:
-    text = read_text(path, flag)
-    if suffix_of(path) == ".json" and text.lstrip().startswith("["):
-        for number, value in enumerate(_parse(text, 1, path, flag), 1):
-            yield _as_record(value, f"`{flag}`: record {number} of '{path}'")
-        return
-    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            value = _parse(line, number, path, flag)
-            yield _as_record(value, f"`{flag}`: line {number} of '{path}'")
-
-
-def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
-    """Returns the JSON value of `text`, which begins in line `line`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
-        raise ValueError(
-            f"`{flag}`: line {line} of '{path}' is not JSON: {reason}. Correct or remove it."
-        ) from error
-
-
-def _as_record(value: Any, where: str) -> Record:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {type(value).__name__}, not an object. Correct or remove it.")
-    return Record(where, value)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import tensorflow_datasets as tfds
 
 from models.folders import scratch_folder
-from train.text.hashes import unit_hash
+from train.text.hashes import HELD_OUT, unit_hash
 
 
 class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -33,7 +33,6 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
     ]
     # Otherwise TFDS searches for this file with `importlib_resources`, which may be missing.
     code_path = tfds.core.Path(__file__)
-    _HELD_OUT = 0.02
     _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -53,7 +52,7 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if self._NOT_THE_LIBRARY.isdisjoint(path.parts[len(root.parts) :]) and held_out == (
-                unit_hash(name.encode()) < self._HELD_OUT
+                unit_hash(name.encode()) < HELD_OUT
             ):
                 with contextlib.suppress(UnicodeDecodeError):
                     text = path.read_bytes().decode().replace("\r\n", "\n")

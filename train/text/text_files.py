@@ -1,4 +1,4 @@
-"""Documents of local files: text, .jsonl and .parquet, and folders of them."""
+"""Local files: documents of text, .jsonl and .parquet files, and the records of JSON files."""
 
 import codecs
 import gzip
@@ -6,14 +6,31 @@ import json
 import pathlib
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow
 import pyarrow.parquet
 
-_TEXT_SUFFIXES = (".txt", ".md")
+T = TypeVar("T")
+
 DOCUMENT_CHARS = 4096
 """Least characters of a document that is made of the paragraphs of a single text file."""
+
+
+class Record(NamedTuple):
+    """The fields of a record, and its place for messages."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def apply(self, make: Callable[..., T], *args: Any) -> T:
+        """Returns `make(self, *args)`; a ValueError from it gets the place of the record."""
+        try:
+            return make(self, *args)
+        except ValueError as error:  # Also UnicodeEncodeError, from half a surrogate pair.
+            reason = str(error).removesuffix(".")
+            raise ValueError(f"{self.where}: {reason}. Correct or remove it.") from error
 
 
 def documents_in(path: pathlib.Path, field: str) -> list[str]:
@@ -29,9 +46,8 @@ def documents_in(path: pathlib.Path, field: str) -> list[str]:
     Raises:
       ValueError: a file cannot be read, or has no such field.
     """
-    if not path.is_dir():
-        return list(_read_documents(path, field))
-    files = files_under(path, (*_TEXT_SUFFIXES, ".jsonl", ".parquet"))
+    suffixes = (".txt", ".md", ".jsonl", ".parquet")
+    files = files_under(path, suffixes) if path.is_dir() else [path]
     return [text for file in files for text in _read_documents(file, field)]
 
 
@@ -60,15 +76,10 @@ def suffix_of(path: pathlib.Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def is_text(path: pathlib.Path) -> bool:
-    """Returns whether a file is read as plain text."""
-    return suffix_of(path) not in (".json", ".jsonl", ".parquet")
-
-
 def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
     match suffix_of(path):
         case ".jsonl":
-            return _read_jsonl(path, field)
+            return (record.apply(text_of, field) for record in records_in(path, "--data"))
         case ".parquet":
             return _read_parquet(path, field)
         case ".json":
@@ -111,34 +122,16 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[str]:
-    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield _field_of(line, field)
-            except ValueError as error:
-                raise ValueError(
-                    f"`--data`: '{path}' line {number}: {error}. Correct or remove the line."
-                ) from error
-
-
-def _field_of(line: str, field: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is required, not {type(row).__name__}")
-    if field not in row:
-        known = ", ".join(row) or "an empty object"
+def text_of(row: Record, field: str) -> str:
+    """Returns a field that is text. Raises a `ValueError` if it is missing or is none."""
+    if field not in row.fields:
+        known = ", ".join(row.fields) or "an empty object"
         raise ValueError(f"there is no field '{field}', only {known}: pass `--text-field`")
-    if not isinstance(row[field], str):
-        raise ValueError(f"field '{field}' is {type(row[field]).__name__}, not text")
-    row[field].encode()  # Raises for a lone surrogate, which JSON allows.
-    return row[field]
+    text = row.fields[field]
+    if not isinstance(text, str):
+        raise ValueError(f"field '{field}' is {type(text).__name__}, not text")
+    text.encode()  # Raises for a lone surrogate, which JSON allows.
+    return text
 
 
 def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
@@ -153,3 +146,44 @@ def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
         yield from filter(None, table.read([field]).column(field).to_pylist())
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError.
         raise ValueError(f"`--data`: '{path}': {error}. Correct or remove the file.") from error
+
+
+def records_in(path: pathlib.Path, flag: str) -> Iterator[Record]:
+    """Yields the objects of a JSON file: those of its array, or one per line.
+
+    Args:
+      path: the file.
+      flag: flag of the file, for messages.
+
+    Raises:
+      ValueError: the file cannot be read, or has something else than objects.
+    """
+    text = read_text(path, flag)
+    if suffix_of(path) == ".json" and text.lstrip().startswith("["):
+        for number, value in enumerate(_parse(text, 1, path, flag), 1):
+            yield _as_record(value, f"`{flag}`: record {number} of '{path}'")
+        return
+    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value = _parse(line, number, path, flag)
+            yield _as_record(value, f"`{flag}`: line {number} of '{path}'")
+
+
+def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
+    """Returns the JSON value of `text`, which begins in line `line`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
+        raise ValueError(
+            f"`{flag}`: line {line} of '{path}' is not JSON: {reason}. Correct or remove it."
+        ) from error
+
+
+def _as_record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {type(value).__name__}, not an object. Correct or remove it.")
+    return Record(where, value)

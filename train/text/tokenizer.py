@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from models.folders import scratch_folder
-from train.text.corpus import Corpus, RandomAccess
+from train.text.corpus import Corpus
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -160,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner.encode(list(texts), out_type=int, num_threads=os.cpu_count())
 
     def encode_with_special(self, text: str) -> list[int]:
-        # The parts between special tokens are encoded one by one, as in Llama 2's code.
+        """Encodes the parts between special tokens one by one, as in Llama 2's code."""
         ids = []
         pattern = "|".join(map(re.escape, self._special))
         for part in re.split(f"({pattern})", text):
@@ -292,7 +292,7 @@ def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -
     return load_tokenizer(final)
 
 
-def _sample(texts: RandomAccess[str]) -> Iterator[str]:
+def _sample(texts: Sequence[str]) -> Iterator[str]:
     """Yields evenly spaced documents of about `TRAINING_CHARS` characters, or all documents."""
     probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
     expected = len(texts) * sum(probe) / len(probe)

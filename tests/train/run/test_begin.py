@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from train.run.begin import _locked, _restored
+from train.run.begin import _check_folder, _restored
 from train.run.step import TrainState
 
 
@@ -50,4 +50,4 @@ def test_what_a_run_could_not_write_or_read_is_found_first(name, is_folder, mess
     else:
         (tmp_path / name).write_text('{"step": "one"}\n{"step": 2}\n')
     with pytest.raises(ValueError, match=message):
-        _locked(SimpleNamespace(folder=tmp_path))
+        _check_folder(tmp_path)

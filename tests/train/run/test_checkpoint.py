@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from tiny import CONFIG as MODEL
 
-from train.run.checkpoint import Checkpoints, identity_of
+from train.run.checkpoint import Checkpoints
 from train.run.recipe import make_recipe
+from train.run.saved_settings import as_json
 from train.run.step import init_state
 from train.settings.config import PretrainConfig
 
-IDENTITY = identity_of(model=MODEL, seed=0)
+IDENTITY = as_json({"model": MODEL, "seed": 0})
 SMALL = {"w": np.arange(6, dtype=np.float32)}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import ModelConfig
-from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind
 from train.run.loop import compile_step
 from train.run.recipe import make_recipe
 from train.run.report import tree_bytes
@@ -108,7 +108,7 @@ def test_each_weight_is_gathered_at_most_three_times(method):
     """
     step, shapes = program(method, FSDP)
     weights = tree_bytes((shapes.frozen, shapes.model))
-    assert bytes_by_kind(collectives(step.as_text()))["all-gather"] <= 3 * weights
+    assert bytes_by_kind(step.as_text())["all-gather"] <= 3 * weights
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     step = program(method, f"seq={DEVICES}")[0]
     assert sizes(step)[0] <= 1.1 * sizes(one)[0] / DEVICES
     # Weights are gathered and gradients are scattered as for `fsdp`.
-    moved = bytes_by_kind(collectives(step.as_text()))
+    moved = bytes_by_kind(step.as_text())
     assert moved["all-gather"] <= 3 * tree_bytes((shapes.frozen, shapes.model))
     # Queries, keys, values and the output of attention, of which a device has a part. They are
     # exchanged in both passes, in the second forward pass of attention, and as cotangents.
@@ -170,7 +170,7 @@ def losses(method, mesh, steps=4):
             counted = np.arange(LENGTH) < draw.integers(4, LENGTH + 1, (ROWS, 1))
             batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:],
                      "mask": counted.astype(np.float32)}  # fmt: skip
-            if recipe.config.packed:
+            if recipe.config.pretrained:
                 batch["segments"] = np.ones((ROWS, LENGTH), np.int32)
             batch = jax.device_put(batch, batch_sharding(over))
             state, metrics = (refresh if recipe.refreshes(i) else step)(state, batch)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from train.run.metrics import Recorder, draw_loss, perplexity, read_metrics
+from train.run.metrics import Recorder, draw_loss, read_metrics
 
 PNG = b"\x89PNG"
 
@@ -65,8 +65,3 @@ def test_nan_is_refused(tmp_path):
 def test_an_empty_picture_can_be_drawn(tmp_path):
     draw_loss([], tmp_path / "empty.png", "nothing yet")
     assert (tmp_path / "empty.png").read_bytes().startswith(PNG)
-
-
-def test_perplexity_does_not_overflow():
-    assert perplexity(math.log(3)) == pytest.approx(3)
-    assert math.isfinite(perplexity(1e6))

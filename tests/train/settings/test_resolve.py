@@ -29,7 +29,6 @@ def test_nothing_is_left_to_choose():
         assert found.options.rank > 0
         assert found.folder == pathlib.Path(f"runs/x-{name}")
         assert (found.lora is not None) == method.adapters
-        assert found.packed
         assert found.pretrained
 
 
@@ -40,7 +39,7 @@ def test_given_settings_are_kept():
     )  # fmt: skip
     assert (found.optimizer.moment_dtype, found.steps) == ("bfloat16", 7)
     assert found.folder == pathlib.Path("here")
-    assert (found.title, found.packed, found.pretrained) == ("llama_9m", False, False)
+    assert (found.title, found.pretrained) == ("llama_9m", False)
     assert found.lora is None
 
 
@@ -123,7 +122,7 @@ def test_sequences_beyond_the_positions_of_a_model_are_allowed_with_a_warning():
     config = pretrain(seq_len=4096)
     (warning,) = config.warnings
     assert "`--seq-len` 4096 is above the 1024 positions of llama_9m" in warning
-    assert build_recipe(config).model_config.max_seq_len == 4096
+    assert build_recipe(config).config.model_config.max_seq_len == 4096
     given = dataclasses.replace(FINETUNE, seq_len=4096)
     assert "has never seen the others" in resolve(given, MODEL, "bfloat16").warnings[0]
     assert pretrain(seq_len=1024).warnings == []

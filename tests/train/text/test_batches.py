@@ -25,10 +25,10 @@ TRAIN = {
 }
 VALIDATION = {
     "text": functools.partial(
-        validation_batches, CORPUS, Bytes(), batch_size=2, seq_len=16, max_batches=100
+        validation_batches, CORPUS, Bytes(), batch_size=2, seq_len=16, eval_batches=100
     ),
     "packed": functools.partial(
-        validation_set, EXAMPLES, Bytes(), batch_size=2, seq_len=16, max_batches=100, pad_id=0
+        validation_set, EXAMPLES, Bytes(), batch_size=2, seq_len=16, eval_batches=100, pad_id=0
     ),
 }
 
@@ -88,13 +88,13 @@ def test_a_restored_state_continues_with_the_same_batches(make, stop):
 def test_batches_of_all_processes_do_not_depend_on_their_number(make):
     whole = take(make(), 9)
     for count in (2, 4):
-        shares = [take(make(process_index=i, process_count=count), 9) for i in range(count)]
+        shares = [take(make(part=(i, count)), 9) for i in range(count)]
         for index, batch in enumerate(whole):
             for name, array in batch.items():
                 parts = [share[index][name] for share in shares]
                 np.testing.assert_array_equal(np.concatenate(parts), array)
     # The state of a process continues with another number of them.
-    part, alone = make(process_index=1, process_count=2), make()
+    part, alone = make(part=(1, 2)), make()
     list(itertools.islice(part, 3))
     alone.set_state(json.loads(json.dumps(part.get_state())))
     part.close()
@@ -106,8 +106,8 @@ def test_bad_arguments_are_refused(make):
     for changes, message in (
         ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
         ({"batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
-        ({"process_count": 3}, "`--batch-size` must be a multiple of the 3 processes, got 4"),
-        ({"process_index": 2, "process_count": 2}, "`process_index` must be from 0 to 1, got 2"),
+        ({"part": (0, 3)}, "`--batch-size` must be a multiple of 3 parts, got 4"),
+        ({"part": (2, 2)}, "`part` must be from 0 to 1 of 2, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             make(**changes)
@@ -118,7 +118,7 @@ def test_validation_is_the_same_at_every_call_and_its_number_of_batches_is_limit
     every = make(batch_size=1)
     assert_equal(make(batch_size=1).batches, every.batches)
     assert every.num_tokens == sum(batch["mask"].sum() for batch in every.batches)
-    part = make(batch_size=1, max_batches=1)
+    part = make(batch_size=1, eval_batches=1)
     assert_equal(part.batches, every.batches[:1])
     assert part.num_tokens == part.batches[0]["mask"].sum()
     assert part.num_bytes < every.num_bytes
@@ -138,6 +138,6 @@ def test_the_last_batch_is_padded_and_masked(make):
 @every_validation
 def test_sizes_below_one_are_refused(make):
     for name, flag in (("seq_len", "--seq-len"), ("batch_size", "--batch-size"),
-                       ("max_batches", "max_batches")):  # fmt: skip
+                       ("eval_batches", "--eval-batches")):  # fmt: skip
         with pytest.raises(ValueError, match=f"`{flag}` must be at least 1, got 0"):
             make(**{name: 0})

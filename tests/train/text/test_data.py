@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import hypothesis
 import numpy as np
@@ -10,7 +11,7 @@ from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.text.corpus import Corpus
-from train.text.data import train_batches, validation_batches
+from train.text.data import ValidationSet, train_batches, validation_batches
 from train.text.tokenizer import Tokenizer, train_bpe
 
 DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
@@ -113,7 +114,7 @@ def held_out_tokens(tokenizer) -> list[int]:
 
 
 def validate(tokenizer, **changes):
-    options = {"batch_size": 2, "seq_len": 5, "max_batches": 100} | changes
+    options = {"batch_size": 2, "seq_len": 5, "eval_batches": 100} | changes
     return validation_batches(CORPUS, tokenizer, **options)
 
 
@@ -134,7 +135,7 @@ def test_every_token_except_the_first_is_a_target_once(tokenizer, kind):
 
 
 def test_the_number_of_batches_is_limited_and_bytes_are_those_of_the_batches():
-    held_out = validate(Bytes(), max_batches=2)
+    held_out = validate(Bytes(), eval_batches=2)
     assert len(held_out.batches) == 2
     assert held_out.num_tokens == 20
     # The first token is BOS and not a target: 20 targets are 20 bytes of the text.
@@ -145,7 +146,7 @@ def test_the_number_of_batches_is_limited_and_bytes_are_those_of_the_batches():
 def test_a_long_document_does_not_crowd_out_the_others():
     letters = "abc"
     corpus = Corpus("long", train=["x"], validation=[c * 5000 for c in letters], fingerprint="3")
-    sizes = {"batch_size": 4, "seq_len": 1000, "max_batches": 10}
+    sizes = {"batch_size": 4, "seq_len": 1000, "eval_batches": 10}
     held_out = validation_batches(corpus, Bytes(), **sizes)
     targets = unpadded(held_out.batches, "targets")
     assert [int((targets == ord(c)).sum()) for c in letters] == [2047] * 3
@@ -154,10 +155,10 @@ def test_a_long_document_does_not_crowd_out_the_others():
     assert validation_batches(alone, Bytes(), **sizes).num_bytes == 5000
 
 
-@hypothesis.given(seq_len=st.integers(1, 40), max_batches=st.integers(1, 5))
+@hypothesis.given(seq_len=st.integers(1, 40), eval_batches=st.integers(1, 5))
 @hypothesis.settings(deadline=None)
-def test_bytes_are_those_of_the_targets(seq_len, max_batches):
-    held_out = validate(Bytes(), seq_len=seq_len, max_batches=max_batches)
+def test_bytes_are_those_of_the_targets(seq_len, eval_batches):
+    held_out = validate(Bytes(), seq_len=seq_len, eval_batches=eval_batches)
     targets = unpadded(held_out.batches, "targets")
     # A character that is cut off at the end can count as U+FFFD, which has three bytes.
     assert abs(held_out.num_bytes - int((targets < 256).sum())) <= 2
@@ -166,4 +167,14 @@ def test_bytes_are_those_of_the_targets(seq_len, max_batches):
 def test_too_little_held_out_is_refused(tokenizer):
     corpus = Corpus("tiny", train=DOCUMENTS, validation=[""], fingerprint="2")
     with pytest.raises(ValueError, match=r"`--data` is 'tiny': 1 token\(s\) are held out"):
-        validation_batches(corpus, tokenizer, batch_size=1, seq_len=4, max_batches=1)
+        validation_batches(corpus, tokenizer, batch_size=1, seq_len=4, eval_batches=1)
+
+
+def test_costs_of_a_text_are_per_token_and_per_byte():
+    cost = ValidationSet([], num_tokens=4, num_bytes=8).cost(4.0)
+    assert cost["nats_per_token"] == 1.0
+    assert cost["perplexity"] == pytest.approx(math.e)
+    assert cost["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
+    of_no_text = ValidationSet([], num_tokens=1, num_bytes=0).cost(1e6)
+    assert math.isfinite(of_no_text["perplexity"])
+    assert math.isnan(of_no_text["bits_per_byte"])

@@ -87,7 +87,7 @@ def test_a_missing_validation_file_is_refused(open_rows):
     ("row", "options", "match"),
     [
         ({"completion": "b"}, {}, r"there is no field 'prompt', only 'completion' \(flags that"),
-        ({}, {"format": "text"}, r"there is no field 'text', only none"),
+        ({}, {"format": "text"}, r"there is no field 'text', only an empty object"),
         ({"text": 3}, {"format": "text"}, r"field 'text' is int, not text\. Correct or remove it"),
         ({"prompt": None, "completion": ""}, {}, r"field 'prompt' is NoneType, not text or a num"),
         ({"prompt": "a", "completion": ["b"]}, {}, r"field 'completion' is list, not text or a n"),

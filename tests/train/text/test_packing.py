@@ -119,7 +119,7 @@ def test_one_example_fills_every_row_and_rows_of_one_token_have_examples_of_two(
 
 
 def validate(examples=EXAMPLES, **changes):
-    options = {"batch_size": 2, "seq_len": 16, "max_batches": 100, "pad_id": PAD} | changes
+    options = {"batch_size": 2, "seq_len": 16, "eval_batches": 100, "pad_id": PAD} | changes
     return validation_set(examples, Bytes(), **options)
 
 
@@ -141,7 +141,7 @@ def test_validation_has_each_example_once_in_the_order_of_rows():
 
 def test_the_number_of_batches_is_limited_and_tokens_are_those_of_the_batches():
     examples = [spoken("ab", "cdé"), spoken("a", "long answer é"), spoken("", "x")]
-    whole, part = (validate(examples, batch_size=1, max_batches=n) for n in (100, 1))
+    whole, part = (validate(examples, batch_size=1, eval_batches=n) for n in (100, 1))
     # One row: "cdé" and its end, then "x" and its end.
     assert (part.num_tokens, part.num_bytes) == (5 + 2, 4 + 1)
     assert (whole.num_tokens, whole.num_bytes) == (5 + 2 + 15, 4 + 1 + 14)
