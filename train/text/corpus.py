@@ -22,7 +22,7 @@ ACCEPTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training and held-out text. Neither is empty; both can be pickled and read from any thread."""
+    """Training and held-out text: neither is empty, both can be pickled and read from threads."""
 
     name: str
     """Name for logs."""

@@ -87,9 +87,9 @@ def test_only_the_letters_of_the_options_are_choices():
 @pytest.mark.parametrize(
     ("values", "lengths", "index"),
     [
-        ([-3.0, -2.0, -5.0], None, 1),
+        ([-3.0, -2.0, -5.0], [1, 1, 1], 1),
         ([-3.0, -2.0, -5.0], [2, 1, 5], 2),
-        ([-2.0, -2.0], None, 0),
+        ([-2.0, -2.0], [1, 1], 0),
         ([-1.0], [7], 0),
     ],
 )
@@ -105,7 +105,7 @@ def test_malformed_answers_and_options_are_refused():
     for function, arguments, message in (
         *((gsm8k_gold, (answer,), "has no number after ####")
           for answer in ("eighteen", "", "There are 5.\n#### five")),
-        (most_likely, ([],), "`log_likelihoods` is empty"),
+        (most_likely, ([], []), "`log_likelihoods` is empty"),
         *((most_likely, ([-1.0, -2.0], lengths), LENGTHS) for lengths in ([1], [1, 0])),
         (read_options, (["x", "y"], "D"), "the right option is 'D', but the options are: x, y"),
         *((read_options, (options, "A"), OPTIONS)
