@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from actjax._shards import Dims, InPieces, Sum, gathered, on_shards
-from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind
 
 ROWS, SUMMED = Dims(("rows", None)), Dims((None, None), summed=True)
 X = np.arange(96.0, dtype=np.float32).reshape(8, 12) / 7
@@ -29,7 +29,7 @@ def compiled(function, *args, over=None, spec=PartitionSpec("a"), out=None):
     out = None if out is None else NamedSharding(over, out)
     with jax.set_mesh(over):
         program = jax.jit(function, out_shardings=out).lower(*placed).compile()
-    return program(*placed), bytes_by_kind(collectives(program.as_text()))
+    return program(*placed), bytes_by_kind(program.as_text())
 
 
 def of_rows(x):

@@ -19,7 +19,7 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
-from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind
 
 B, S, D, N, K = 8, 64, 128, 96, 8
 FLOAT = 4
@@ -42,7 +42,7 @@ def exchanged(codec, divided):
 
     with jax.set_mesh(mesh):
         step = jax.jit(actjax.value_and_grad(loss, argnums=1)).lower(x, w).compile()
-    return bytes_by_kind(collectives(step.as_text()))
+    return bytes_by_kind(step.as_text())
 
 
 SVD = K * D + FACTORED + 2 * K * K

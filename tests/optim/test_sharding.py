@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optim.nearest import to_nearest
 
 from actjax import optim
-from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind
 from train.run.sharding import state_shardings
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -95,7 +95,7 @@ def test_four_devices_step_as_one_and_gather_no_stack_of_layers(name):
     for a, b in zip(jax.tree.leaves(four[0]), jax.tree.leaves(one[0]), strict=True):
         # In float64, except for the norm that decides how far `in_backward` clips.
         np.testing.assert_allclose(a, b, atol=1e-7)
-    gathered = bytes_by_kind(collectives(together.as_text()))["all-gather"]
+    gathered = bytes_by_kind(together.as_text())["all-gather"]
     # Forward pass, backward pass and update may gather each weight once. With a layout pinned, each
     # stack of weights and moments is gathered once for each layer.
     assert gathered <= 3 * sum(w.nbytes for w in jax.tree.leaves(params))
