@@ -16,12 +16,12 @@ from benchmarks.plain_jax import PlainJax
 from benchmarks.variants import VARIANTS, Variant
 from models import Decoder
 from models.config import ModelConfig
-from train.run.begin import first_state, shardings_of_run
 from train.run.loss import Batch, batch_shapes
 from train.run.optimizer import full_space_updates, make_optimizer, store_states_as
 from train.run.recipe import make_recipe
 from train.run.report import StepMemory, explain_step, step_memory, tree_bytes
 from train.run.sharding import make_mesh
+from train.run.state import first_state, shardings_of_run
 from train.run.step import (
     TrainState,
     gradient_function,

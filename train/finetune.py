@@ -18,11 +18,12 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train.run import hosts
-from train.run.begin import begin, check_sizes, first_state
+from train.run.begin import begin
 from train.run.calibration import calibrate
 from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.run.recipe import Recipe, build_recipe
-from train.run.sharding import make_mesh, rows_of_process
+from train.run.sharding import check_sizes, make_mesh, rows_of_process
+from train.run.state import first_state
 from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig

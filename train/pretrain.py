@@ -6,10 +6,11 @@ import functools
 from rich.console import Console
 
 from train.run import hosts
-from train.run.begin import begin, check_sizes, first_state
+from train.run.begin import begin
 from train.run.loop import Run, make_console, prepare_and_train, run_program
 from train.run.recipe import build_recipe
-from train.run.sharding import make_mesh, rows_of_process
+from train.run.sharding import check_sizes, make_mesh, rows_of_process
+from train.run.state import first_state
 from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.resolve import dimensions, resolve

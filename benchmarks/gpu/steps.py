@@ -24,8 +24,8 @@ from benchmarks.variants import VARIANTS
 from models import preset
 from train.planning.devices import compile_for, find_device
 from train.planning.estimate import compile_plan, make_plan
-from train.run.loop import with_sharding
 from train.run.report import tree_bytes
+from train.run.sharding import with_sharding
 from train.settings.config import PretrainConfig
 
 DEVICE = "h100"

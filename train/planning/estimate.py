@@ -16,12 +16,12 @@ from actjax.optim.states.host_states import HOST
 from train.planning.collectives import bytes_by_kind
 from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.run.begin import check_sizes
 from train.run.loss import whole_batch_shapes
 from train.run.recipe import Recipe, make_recipe
 from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
 from train.run.sharding import (
     batch_sharding,
+    check_sizes,
     compiler_options,
     formats_of,
     make_mesh,

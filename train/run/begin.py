@@ -1,11 +1,11 @@
-"""How a run begins: its checks, its compiled step, its opening table and its first state."""
+"""How a run begins: its checks, its compiled step, its opening table and its state."""
 
 import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from actjax.formats.packing import BITS
-from actjax.optim.states.host_states import HOST
-from models.sharding import head_repeats
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
 from train.run.lock import run_lock
@@ -24,7 +22,8 @@ from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
 from train.run.saved_settings import as_json, changed_settings, write_settings
-from train.run.sharding import moments_on_host, reformatted, state_shardings, with_sharding
+from train.run.sharding import reformatted, with_sharding
+from train.run.state import shardings_of_run
 from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
 from train.settings.messages import naming_flag
@@ -124,49 +123,6 @@ def begin(
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
 
-def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
-    """Returns where each array of the training state is.
-
-    Raises:
-      ValueError: states are to be kept on the host, and a device reaches no memory there.
-    """
-    shardings = state_shardings(shapes, mesh)
-    if not recipe.config.optimizer.offload_states:
-        return shardings
-    placed = moments_on_host(jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer))
-    return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
-
-
-def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainState:
-    """Returns the state before the first step, where `shardings` says.
-
-    An array for the host is made on the device first: one such array exists there at a time.
-
-    Args:
-      recipe: the run.
-      shardings: a sharding for each array.
-      *models: the pretrained decoder, which is donated; nothing to draw one.
-    """
-    places, treedef = jax.tree.flatten(shardings)
-
-    def arrays(indices: Sequence[int], *models: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(init_state(recipe, *models))
-        return [leaves[i] for i in indices]
-
-    made: dict[int, jax.Array] = {}
-    for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
-        (array,) = jax.jit(functools.partial(arrays, [i]))(*models)
-        made[i] = jax.device_put(array, places[i])
-    others = [i for i in range(len(places)) if i not in made]
-    rest = jax.jit(
-        functools.partial(arrays, others),
-        donate_argnums=tuple(range(len(models))),
-        out_shardings=[places[i] for i in others],
-    )
-    made |= zip(others, rest(*models), strict=True)
-    return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
-
-
 def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that several processes of a run must have in common, by name.
 
@@ -254,35 +210,3 @@ def _has_form(tree: Any, form: Any) -> bool:
     if isinstance(form, int):
         return type(tree) is int and tree >= 0
     return isinstance(tree, type(form))
-
-
-def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
-    """Raises a `ValueError` unless batches, sequences and heads divide over the devices."""
-    rows, groups = config.batch_size // config.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % groups:
-        shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
-        raise ValueError(
-            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
-            f" `--accumulate` {config.accumulate}) do not divide over the {groups} parts of"
-            f" `--mesh` {shown}: make `--batch-size` a multiple of"
-            f" {groups * config.accumulate}, or choose another mesh."
-        )
-    tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
-    model = config.model_config
-    if model.num_kv_heads % tensor:
-        raise ValueError(
-            f"`--mesh` tensor={tensor} does not divide the {model.num_kv_heads} heads of keys and"
-            f" values of {config.title}: choose a divisor."
-        )
-    repeated = model.num_kv_heads * head_repeats(model.num_kv_heads, tensor * seq)
-    if model.num_heads % repeated:
-        raise ValueError(
-            f"`--mesh` tensor={tensor},seq={seq} does not divide the {model.num_heads} heads of"
-            f" {config.title} over the {tensor * seq} devices that share a sequence: choose"
-            " divisors of the heads."
-        )
-    if config.seq_len % (tensor * seq):
-        raise ValueError(
-            f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
-            f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
-        )

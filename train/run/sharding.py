@@ -13,7 +13,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 import actjax
 from actjax.optim.states.stored import is_code
-from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
+from models.sharding import (
+    AXES,
+    BATCH,
+    RULES,
+    WEIGHTS,
+    Entry,
+    Rules,
+    axes_of,
+    head_repeats,
+    rule_of,
+)
+from train.settings.resolve import ResolvedConfig
 
 _THREADS = 4
 """Collectives of one simulated device that can be under way at once, each on a thread."""
@@ -85,6 +96,38 @@ def mesh_sizes(text: str) -> dict[str, int]:
             raise ValueError(f"`--mesh` {text!r} names {axis} twice: give each axis once.")
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
+    """Raises a `ValueError` unless batches, sequences and heads divide over the devices."""
+    rows, groups = config.batch_size // config.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % groups:
+        shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+        raise ValueError(
+            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
+            f" `--accumulate` {config.accumulate}) do not divide over the {groups} parts of"
+            f" `--mesh` {shown}: make `--batch-size` a multiple of"
+            f" {groups * config.accumulate}, or choose another mesh."
+        )
+    tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
+    model = config.model_config
+    if model.num_kv_heads % tensor:
+        raise ValueError(
+            f"`--mesh` tensor={tensor} does not divide the {model.num_kv_heads} heads of keys and"
+            f" values of {config.title}: choose a divisor."
+        )
+    repeated = model.num_kv_heads * head_repeats(model.num_kv_heads, tensor * seq)
+    if model.num_heads % repeated:
+        raise ValueError(
+            f"`--mesh` tensor={tensor},seq={seq} does not divide the {model.num_heads} heads of"
+            f" {config.title} over the {tensor * seq} devices that share a sequence: choose"
+            " divisors of the heads."
+        )
+    if config.seq_len % (tensor * seq):
+        raise ValueError(
+            f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
+            f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
+        )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
