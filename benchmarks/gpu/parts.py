@@ -94,13 +94,28 @@ def _steps(
     return lambda dry: compile_only(compiled) if dry else time_steps(settings, **options)
 
 
+_REMAT = "remat, 8-bit states, in backward"
+
+
+def _products(step: str, ffn_size: int = 0, *, in_triton: bool = False) -> Setting:
+    width, written_in = f", width {ffn_size}" * (ffn_size > 0), "Triton" if in_triton else "cuBLAS"
+    options = {"xla_gpu_enable_triton_gemm": in_triton}
+    return Setting(f"{step}{width}, {written_in}", step, ffn_size=ffn_size, options=options)
+
+
 _WIDTHS = [
-    Setting(f"exact, width {size}, {name}", "exact", ffn_size=size,
-            options={"xla_gpu_enable_triton_gemm": is_on})
+    _products("exact", size, in_triton=in_triton)
     for size in (5461, 5504)
-    for name, is_on in (("Triton", True), ("cuBLAS", False))
-]  # fmt: skip
+    for in_triton in (True, False)
+]
 """Rows of 5461 and of 5504 numbers, with products in Triton and without."""
+_PRODUCTS = [
+    *map(_products, ("exact", "lean", "jax.checkpoint, full", "jax.checkpoint, dots", _REMAT,
+                     "compressed_remat", "lean_subspace d/4")),
+    _products("lean", in_triton=True),
+    _products("lean", 5504, in_triton=True),
+    _products("lean", 5504),
+]  # fmt: skip
 _LOOPS = (
     Setting("exact"),
     Setting("exact, unrolled by 2", "exact", unroll=2),
@@ -132,19 +147,20 @@ def triton(dry: bool) -> Rows:
 
 _ALL_METHODS = [Setting(name) for name in _METHODS]
 PARTS = (
-    Part("profile", 100, profile),
-    Part("remat", 60, _steps(Setting("lean"), Setting("remat, 8-bit states, in backward"))),
-    Part("width", 70, _steps(*_WIDTHS)),
-    Part("loops", 90, _steps(*_LOOPS)),
+    Part("profile", 70, profile),
+    Part("remat", 40, _steps(Setting("lean"), Setting(_REMAT))),
+    Part("width", 40, _steps(*_WIDTHS)),
+    Part("products", 110, _steps(*_PRODUCTS, compiled=_PRODUCTS[-1:], rounds=3)),
+    Part("loops", 60, _steps(*_LOOPS)),
     Part("micro_batches", 80,
          _steps(*_MICRO_BATCHES, compiled=_MICRO_BATCHES[-2:], rounds=2, calls=1)),
-    Part("llama3_8b", 120, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
-    Part("host_states", 45, _steps(Setting("lean"), Setting(_ON_HOST))),
-    Part("triton", 60, triton),
+    Part("llama3_8b", 90, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
+    Part("host_states", 60, _steps(Setting("lean"), Setting(_ON_HOST))),
+    Part("triton", 100, triton),
     Part("kernels", 240, kernels.check_kernels),
-    Part("operators", 60, kernels.check_operators),
-    Part("times", 180, kernels.time_kernels),
+    Part("operators", 30, kernels.check_operators),
+    Part("times", 400, kernels.time_kernels),
     Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
 )  # fmt: skip
 """Names, seconds that they are expected to take on an H100, and functions; the memory of one of
-them is limited. The seconds were not measured: 40 are for imports, tracing and compilers."""
+them is limited. Those of `kernels`, `times` and `methods` were not measured."""

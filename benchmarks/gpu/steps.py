@@ -21,11 +21,11 @@ from actjax import kernels
 from actjax.optim.states.host_states import HOST
 from benchmarks.training_steps import compiled_memory, random_batch, training_step
 from benchmarks.variants import VARIANTS
-from models import preset
+from models import ModelConfig, preset
 from train.planning.devices import compile_for, find_device
 from train.planning.estimate import compile_plan, make_plan
 from train.run.report import tree_bytes
-from train.run.sharding import with_sharding
+from train.run.sharding import product_options, with_sharding
 from train.settings.config import PretrainConfig
 
 DEVICE = "h100"
@@ -50,7 +50,7 @@ class Setting:
     implementation: kernels.Implementation | None = None
     """Implementation of the kernels, as for `actjax.kernels.use`."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the compiler by name, which are the flags of XLA."""
+    """Options of the compiler by name, which are the flags of XLA, beside those that a run has."""
 
     def config(self) -> PretrainConfig:
         """Returns the settings of a run."""
@@ -64,9 +64,7 @@ class Setting:
         Args:
           place: returns shapes on a device to compile for; None for those of this machine.
         """
-        shape = preset(self.model)
-        shape = dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
-        built = training_step(self.step or self.name, self.config(), shape)
+        built = training_step(self.step or self.name, self.config(), self.shape())
         state, batch = jax.eval_shape(built.init), jax.eval_shape(self.batch)
         init: Any = jax.jit(built.init)
         places: dict[str, Any] = {}
@@ -82,6 +80,16 @@ class Setting:
                 for name, run in (("refresh", built.refresh), ("step", built.step))
                 if run is not None
             }
+
+    def shape(self) -> ModelConfig:
+        """Returns the dimensions of the model."""
+        shape = preset(self.model)
+        return dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
+
+    def compiled(self, program: Any) -> Any:
+        """Compiles what `lowered` returns."""
+        options = {**product_options(self.shape()), **self.options}
+        return program.compile(compiler_options=options)
 
     @contextlib.contextmanager
     def _unrolled(self) -> Iterator[None]:
@@ -109,9 +117,8 @@ class Steps:
         self._settings, self._states, self._alone = settings, {}, alone
 
         def compiled(programs: dict[str, Any], setting: Setting) -> dict[str, Any]:
-            options = dict(setting.options)
             return {
-                name: x if name in ("init", "failure") else x.compile(compiler_options=options)
+                name: x if name in ("init", "failure") else setting.compiled(x)
                 for name, x in programs.items()
             }
 
@@ -185,7 +192,7 @@ def time_steps(
 def compiled_for_gpu(setting: Setting) -> Any:
     """Returns the step of a setting, compiled for a GPU that is not there."""
     with compile_for(find_device(DEVICE)) as place:
-        return setting.lowered(place)["step"].compile(compiler_options=dict(setting.options))
+        return setting.compiled(setting.lowered(place)["step"])
 
 
 def compile_only(settings: Sequence[Setting]) -> Rows:

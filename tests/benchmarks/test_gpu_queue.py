@@ -127,7 +127,7 @@ def test_wrong_settings_are_named(settings, message):
 
 def test_the_parts_name_existing_steps():
     names = [part.name for part in parts.PARTS]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 13
     used = (*parts._METHODS, *parts._PROFILED, parts._SMALL_STATES, parts._ON_HOST)
     assert set(used) <= set(STEPS)
     assert sum(part.seconds for part in parts.PARTS[:6]) < 600
@@ -136,7 +136,7 @@ def test_the_parts_name_existing_steps():
 # A profile of a GPU in the format of `jax.profiler`: two streams, and a line that repeats them.
 EVENTS = {  # Kernel: instruction, microseconds.
     "nvjet_hsh_128x256": ("cublas-gemm.1", 60),
-    "actjax_quantize": ("pallas_call.126", 10),
+    "actjax_quantize__3": ("pallas_call.126", 10),
     "cudnn_generated_fort_native_sdpa": ("dot_product_attention_fwd.0", 12),
     "loop_multiply_fusion": ("loop_multiply_fusion", 8),
     "loop_add_fusion": ("loop_add_fusion.2", 6),

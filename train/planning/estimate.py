@@ -217,7 +217,10 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
     text, kind = recipe.config.mesh, find_device(device)
     if not text:
         with compile_for(kind) as place:
-            yield place(state), place(batch), None
+            state, batch = place(state), place(batch)
+            sharding = jax.tree.leaves(state)[0].sharding
+            mesh = make_mesh("") if sharding is None else sharding.mesh
+            yield state, batch, compiler_options(mesh, recipe.config.model_config)
         return
     with contextlib.ExitStack() as stack:
         if kind is None:
@@ -228,15 +231,15 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
         check_sizes(recipe.config, mesh)
         state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
         batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
-        yield state, batch, compiler_options(mesh)
+        yield state, batch, compiler_options(mesh, recipe.config.model_config)
 
 
 def _compile(
-    step: Any, state: Any, batch: Any, options: dict[str, Any] | None, device: str
+    step: Any, state: Any, batch: Any, options: dict[str, Any], device: str
 ) -> tuple[int, int, Any]:
     """Returns peak and temporaries of a step, in bytes, and the program if it was compiled."""
     places = None
-    if options is not None or jax.tree.leaves(state)[0].sharding is not None:
+    if jax.tree.leaves(state)[0].sharding is not None:
         formats = formats_of(state)
         state, places = jax.tree.map(with_sharding, state, formats), (formats, None)
     lowered = jax.jit(step, donate_argnums=0, out_shardings=places).lower(state, batch)
