@@ -55,8 +55,9 @@ def rms_norm(
 
 
 def check_norm(x: jax.Array, scale: jax.Array) -> None:
-    """Raises unless `x` is a floating point array and `scale` fits it."""
+    """Raises unless `x` and `scale` are floating point arrays that fit each other."""
     check_floating("x", x)
+    check_floating("scale", scale)
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"`scale` must be {x.shape[-1:]} for x{x.shape}, got {scale.shape}.")
 

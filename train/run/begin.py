@@ -117,7 +117,7 @@ def begin(
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
         state = reformatted(state)
-        if hosts.is_main():
+        if hosts.is_main() and int(state.step) < config.steps:
             write_settings(config.folder, user_config)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
@@ -148,7 +148,9 @@ def _check_folder(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
+        raise ValueError(
+            f"`--out` {folder} cannot be made a folder: {error}. Give another path."
+        ) from error
     with naming_flag("--out"):
         # A run could not write or read these.
         for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):

@@ -43,21 +43,21 @@ def as_json(tree: Any) -> Any:
 
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
-    """Writes the settings of a run into its folder."""
-    (folder / "settings.json").write_text(json.dumps(as_json(config), indent=2) + "\n")
+    """Writes the settings of a run into its folder, whole or not at all."""
+    unfinished = folder / "settings.json.part"
+    unfinished.write_text(json.dumps(as_json(config), indent=2) + "\n")
+    unfinished.replace(folder / "settings.json")
 
 
 def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     """Returns what differs from the written settings, such as "steps: 300, now 600".
 
-    Returns nothing if no settings were written or they cannot be read.
+    One line says so if no settings were written or they cannot be read.
     """
     try:
-        written = json.loads((folder / "settings.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return []
-    if not isinstance(written, dict):
-        return []
+        written = {**json.loads((folder / "settings.json").read_text())}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return ["unknown, since settings.json is missing or damaged"]
     before: dict[str, Any] = flatten_dict(written, sep=".")
     method = before.get("method")
     before["method"] = RENAMED.get(str(method), str(method)).split()[0]

@@ -147,7 +147,8 @@ def _codec_of(node: ast.expr, text: str) -> CodecText:
         raise _not_a_codec(text, near_hint(kind, CODECS))
     names = [field.name for field in dataclasses.fields(CODECS[kind])]
     if len(node.args) > len(names):
-        raise ValueError(f"`--codec` {text!r}: {kind} has the fields {', '.join(names)}.")
+        known = f"the fields {', '.join(names)}" if names else "no fields"
+        raise ValueError(f"`--codec` {text!r}: {kind} has {known}.")
     fields = list(zip(names, node.args, strict=False))
     for keyword in node.keywords:
         if keyword.arg not in names:

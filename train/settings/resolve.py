@@ -150,7 +150,7 @@ def resolve(
             f"`--rank` {options.rank} is above {largest}, the smallest dimension of a weight of"
             f" {config.title} that {name} projects: lower it."
         )
-    with naming_flag("--codec"):
+    with naming_flag(" ".join(["--codec", *options.codec])):
         method.storage_of(options, {})  # Raises for options that do not fit each other.
     optimizer = _optimizer(config, method, model)
     weight_dtype, weight_rounding = _weights(config, method, checkpoint_dtype)

@@ -177,7 +177,8 @@ def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
-            line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            line += error.lineno - 1
         raise ValueError(
             f"`{flag}`: line {line} of '{path}' is not JSON: {reason}. Correct or remove it."
         ) from error

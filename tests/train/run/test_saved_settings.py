@@ -37,8 +37,9 @@ def test_a_removed_setting_is_a_change_if_it_did_something_else(tmp_path):
     assert changed == ["options.stagger: True, now None"]
 
 
-def test_missing_and_torn_settings_have_not_changed(tmp_path):
-    assert changed_settings(tmp_path, PretrainConfig()) == []
+def test_missing_and_torn_settings_are_reported(tmp_path):
+    unknown = ["unknown, since settings.json is missing or damaged"]
+    assert changed_settings(tmp_path, PretrainConfig()) == unknown
     for text in ("{", "[]", "7", "[" * 100_000):
         (tmp_path / "settings.json").write_text(text)
-        assert changed_settings(tmp_path, PretrainConfig()) == []
+        assert changed_settings(tmp_path, PretrainConfig()) == unknown
