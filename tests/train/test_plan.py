@@ -99,7 +99,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
 
     monkeypatch.setattr(plan, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(tiny, method="lean_remat")
+    train = dataclasses.replace(tiny, method="remat")
     done, text = printed(PlanConfig(train, budget=str(limit)))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
@@ -114,7 +114,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)
     done, text = printed(PlanConfig(one.plan.config))
     assert done
-    for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "lean_remat"):
+    for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "remat"):
         assert word in text
 
 

@@ -99,17 +99,21 @@ def test_hyc_lora_with_rematerialization_has_the_gradient_at_the_decoded_block_i
             block = jax.tree.map(lambda w: w[i], model(adapters).layers)
             return run_layer(block, x, positions, unused)
 
-        inputs = [model(adapters).embed(data["inputs"], "float32")]
-        for i in range(MODEL.num_layers):
-            inputs.append(layer(adapters, inputs[-1], i))
+        def backward(carry, x_and_i):
+            dx, total = carry
+            x, i = x_and_i
+            _, pullback = jax.vjp(functools.partial(layer, i=i), adapters, decoded(x, i))
+            dadapters, dx = pullback(dx)
+            return (dx, jax.tree.map(jnp.add, total, dadapters)), None
+
+        layers = jnp.arange(MODEL.num_layers)
+        first = model(adapters).embed(data["inputs"], "float32")
+        last, inputs = jax.lax.scan(lambda x, i: (layer(adapters, x, i), x), first, layers)
         value, pullback = jax.vjp(
-            lambda x: model(adapters).loss_after(x, data["targets"], mask=data["mask"]), inputs[-1]
+            lambda x: model(adapters).loss_after(x, data["targets"], mask=data["mask"]), last
         )
-        (dx,), total = pullback(jnp.float32(1)), jax.tree.map(jnp.zeros_like, adapters)
-        for i in reversed(range(MODEL.num_layers)):
-            at = decoded(inputs[i], i)
-            dadapters, dx = jax.vjp(functools.partial(layer, i=i), adapters, at)[1](dx)
-            total = jax.tree.map(jnp.add, total, dadapters)
+        start = (*pullback(jnp.float32(1)), jax.tree.map(jnp.zeros_like, adapters))
+        (_, total), _ = jax.lax.scan(backward, start, (inputs, layers), reverse=True)
         return value, total
 
     want_loss, want = layer_by_layer(state.model, state.frozen)

@@ -137,7 +137,7 @@ def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     assert moved["all-to-all"] <= (3 + 2) * exchanged
 
 
-FAST_LOSSES = (("lean_subspace", FSDP), ("exact", "data=2,fsdp=2"))
+FAST_LOSSES = (("qlora", FSDP), ("exact", "data=2,fsdp=2"))
 SLOW_LOSSES = [
     pytest.param(method, mesh, marks=pytest.mark.slow)
     for method in METHODS
