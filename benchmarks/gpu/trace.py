@@ -16,7 +16,7 @@ import jax
 PRODUCTS, ATTENTION, OPTIMIZER = "products", "attention", "optimizer"
 COPIES, ELEMENT_WISE = "copies", "element-wise"
 KINDS = frozenset((PRODUCTS, ATTENTION, OPTIMIZER, COPIES, ELEMENT_WISE))
-"""Kinds that every step has. A kernel of actjax is a kind of its own, by its name."""
+"""Kinds that every step has. Each kernel of actjax is another kind, by its name."""
 
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|(^|_)dot([._]|$)", re.IGNORECASE)
 _ATTENTION = re.compile(r"fmha|flash|sdpa|dot_product_attention", re.IGNORECASE)

@@ -191,12 +191,14 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
         ],
     )
     file.unlink()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert_messages(
         FileNotFoundError,
         [
             (lambda: load(folder), "holds neither model.safetensors nor"),
             (lambda: load(tmp_path / "nowhere"), "no such folder"),
             (lambda: load(tmp_path), "no config.json in it"),
+            (lambda: load(tmp_path / "run"), "a run of `train.pretrain` is not exported"),
         ],
     )
     pickle = written(folder / "pytorch_model.bin", whole, load)

@@ -237,6 +237,7 @@ TYPE_ERRORS = [
     (lambda: linear(X, ones(8, 4, dtype="float8_e4m3fn")), "`w` must be a floating point array"),
     (lambda: linear(X, W, bias=3), "`bias` must be a floating point array, got int"),
     (lambda: linear(X, (W, W), bias=(None, integers(5))), f"`bias[1]` {FLOATS}"),
+    (lambda: norm_linear(X, 1.0, W), "`scale` must be a floating point array, got float: cast it"),
     (lambda: rope(integers(2, 5, 3, 6), *tables(5, 6)), f"`x` {FLOATS}"),
     (lambda: layer_norm(X, S, 0.0), "`bias` must be a floating point array, got float"),
     (lambda: gelu(1.0), "`x` must be a floating point array, got float"),

@@ -130,7 +130,9 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
     with pytest.raises(BadRunError, match=r"`--out` .* holds a run at step 12: pass `--resume`"):
         run(whole, console)
     again = dataclasses.replace(whole, resume=True)
+    written = (whole.out / "settings.json").read_bytes()
     run(dataclasses.replace(again, eval_batches=3), console)
+    assert (whole.out / "settings.json").read_bytes() == written  # No step had other settings.
     assert "with other settings than before: eval_batches: 2, now 3" in console.file.getvalue()
     assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
     for changes, message in (

@@ -65,7 +65,7 @@ class OptimizerConfig:
     column: not for adafactor, lion and sgd. auto: 8bit for lean, lean_remat and lean_subspace,
     float32 for the others."""
     optimizer: Optimizer = "adamw"
-    """What makes an update of a gradient."""
+    """Optimizer: how a gradient becomes an update."""
     offload_states: bool = False
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
     its gradient is computed. Not for adafactor, which has none."""
@@ -136,7 +136,7 @@ class RunConfig:
     """
 
     method: str = "exact"
-    """What is stored for the backward pass."""
+    """Method: how activations are stored for the backward pass."""
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
     steps: int = 1000
     """Optimizer steps of the whole run."""
@@ -237,7 +237,7 @@ class PretrainConfig(RunConfig):
     """
 
     method: str = "lean"
-    """What is stored for the backward pass."""
+    """Method: how activations are stored for the backward pass."""
     weight_dtype: WeightDtype = "auto"
     """Dtype of weights and gradients. auto: bfloat16 for lean, lean_remat and lean_subspace,
     float32 for the others."""
@@ -338,7 +338,7 @@ class FinetuneConfig(RunConfig):
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     of the checkpoint."""
     method: str = "lora"
-    """What is trained, and what is stored for the backward pass."""
+    """Method: which weights are trained, how activations are stored for the backward pass."""
     adapter: AdapterConfig = AdapterConfig()
     data: ExampleConfig = ExampleConfig()
     optimizer: OptimizerConfig = OptimizerConfig(

@@ -36,8 +36,8 @@ class Corpus:
 def open_corpus(data: str | None, data_dir: pathlib.Path, *, text_field: str = "text") -> Corpus:
     """Opens the documents that `data` names.
 
-    Of a source without a validation split, a fiftieth of the documents is held out: at least one,
-    and at least one is not. Of a single document, the end is held out.
+    A source without a validation split holds out a fiftieth of its documents: at least one, and at
+    least one is not held out. A single document holds out its end.
 
     Args:
       data: one of
