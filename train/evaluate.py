@@ -19,15 +19,17 @@ from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
 from train.evaluation.config import EvaluateConfig
-from train.evaluation.questions import Encode, Question, read_questions
+from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
-from train.text.chat import open_chat_template
+from train.text.chat import open_chat_template, template_arguments
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
-from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from train.text.encoder import Encoder
+from train.text.tokenizer import Tokenizer
+from train.text.tokenizer_files import fit_vocabulary, tokenizer_of
 
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
@@ -45,6 +47,7 @@ class Evaluation:
       text: the text whose perplexity is measured, or None.
       questions: the questions.
       beginning: ids that the model continues, or None.
+      remarks: lines for the user about how texts are read.
     """
 
     config: EvaluateConfig
@@ -54,6 +57,7 @@ class Evaluation:
     text: ValidationSet | None
     questions: list[Question]
     beginning: list[int] | None
+    remarks: Sequence[str] = ()
 
 
 def main() -> None:
@@ -80,6 +84,8 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         ready = prepare(config)
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
+    for line in filter(None, ready.remarks):
+        _say(console, line)
     report: dict[str, Any] = {}
     if ready.text is not None:
         report["text"] = _score_text(ready, ready.text, console)
@@ -111,21 +117,23 @@ def prepare(config: EvaluateConfig) -> Evaluation:
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model_config.vocab_size)
+    flag = "--checkpoint" if config.tokenizer is None else "--tokenizer"
+    size = model_config.vocab_size
+    remark = fit_vocabulary(tokenizer, flag, f"the model in '{checkpoint}'", size)
     asked, writing, data = config.asked, config.writing, config.text.data
-    encode = _encoder(config, tokenizer)
-    questions = [] if asked.task is None else read_questions(asked, encode)
+    asker = _Asker(config, tokenizer)
+    questions = [] if asked.task is None else read_questions(asked, asker)
     for question in questions:
         # Nothing is predicted from the last token of an option.
-        options = [len(ids) - 1 for ids in question.continuations]
-        answer = max(options, default=writing.max_new_tokens)
-        if len(question.prompt) + answer > longest:
-            kind = "an option" if options else f"`--max-new-tokens` {answer}"
+        options = [len(prompt) + len(ids) - 1 for prompt, ids in question.options]
+        needed = max(options, default=len(question.prompt) + writing.max_new_tokens)
+        if needed > longest:
+            kind = "an option" if options else f"`--max-new-tokens` {writing.max_new_tokens}"
             raise ValueError(
                 f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
                 f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
             )
-    beginning = None if writing.generate is None else encode(writing.generate, "")
+    beginning = None if writing.generate is None else asker.prompt(asker.mark(writing.generate))
     if beginning is not None and len(beginning) + writing.max_new_tokens > longest:
         raise ValueError(
             f"`--generate` has {len(beginning)} tokens; with `--max-new-tokens`"
@@ -141,9 +149,10 @@ def prepare(config: EvaluateConfig) -> Evaluation:
             adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
             model = lora.attach(model, *adapters)
     # Models that never saw an end of text, such as stories260K, write the next beginning.
-    ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
+    ends |= set(tokenizer.prefix)
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
-    return Evaluation(config, model, tokenizer, stop, text, questions, beginning)
+    remarks = [tokenizer.describe(), remark, asker.remark()]
+    return Evaluation(config, model, tokenizer, stop, text, questions, beginning, remarks)
 
 
 def _check_out(out: pathlib.Path) -> None:
@@ -178,6 +187,7 @@ def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int)
         batch_size=config.batch_size,
         seq_len=seq_len,
         eval_batches=text.eval_batches or batches,
+        special_tokens=config.special_tokens,
     )
 
 
@@ -205,27 +215,38 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
 # ----- questions
 
 
-def _encoder(config: EvaluateConfig, tokenizer: Tokenizer) -> Encode:
-    """Returns a function from a prompt and a known ending to ids."""
-    begin, template = [] if tokenizer.bos_id is None else [tokenizer.bos_id], None
-    if config.writing.chat:
-        folder = config.tokenizer or config.checkpoint.expanduser()
-        template = open_chat_template(config.writing.chat_template, folder, tokenizer)
+class _Asker:
+    """Turns prompts into ids, as texts or as the messages of a user."""
 
-    def encode(prompt: str, ending: str) -> list[int]:
-        if template is None:
-            ids = [*begin, *tokenizer.encode(prompt + ending)]
-        else:
-            asked = [{"role": "user", "content": prompt}]
-            text = template.render(asked, add_generation_prompt=True) + ending
-            ids = tokenizer.encode_with_special(text)
-        if not ids:
-            raise ValueError(
-                "the prompt is empty, and the tokenizer has no start token: give some text."
-            )
-        return ids
+    def __init__(self, config: EvaluateConfig, tokenizer: Tokenizer) -> None:
+        self._encoder, self._template = Encoder(tokenizer, config.special_tokens), None
+        self.mark = self._encoder.marker.mark
+        """Marks the names of special tokens that are content."""
+        if config.writing.chat:
+            folder = config.tokenizer or config.checkpoint.expanduser()
+            arguments = template_arguments(config.writing.template_argument)
+            path = config.writing.chat_template
+            self._template = open_chat_template(path, folder, tokenizer, arguments)
 
-    return encode
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids of a prompt."""
+        return self._encoder.prompt(self._asked(text), is_chat=self._template is not None)
+
+    def continued(self, prompt: str, ending: str) -> tuple[list[int], list[int]]:
+        """Returns the ids of a prompt and of the ending after it."""
+        is_chat = self._template is not None
+        return self._encoder.continued(self._asked(prompt), ending, is_chat=is_chat)
+
+    def _asked(self, text: str) -> str:
+        if self._template is None:
+            return text
+        message = {"role": "user", "content": text}
+        return self._template.render([message], add_generation_prompt=True)
+
+    def remark(self) -> str:
+        """Returns a line about names of special tokens in what was asked."""
+        found = self._encoder.marker.describe()
+        return found and f"{found}. If they are tokens, pass `--special-tokens parse`."
 
 
 def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
@@ -269,8 +290,8 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
     """Yields the option of each question that is likeliest under the model."""
     config, normalize = ready.config, ready.config.asked.normalize
     most = max(len(question.letters) for question in ready.questions)
-    prompts = [q.prompt for q in questions for _ in q.continuations]
-    continuations = [c for q in questions for c in q.continuations]
+    prompts = [prompt for q in questions for prompt, _ in q.options]
+    continuations = [ids for q in questions for _, ids in q.options]
     scores = iter(
         log_likelihoods(
             ready.model,
@@ -280,8 +301,8 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
         ).tolist()
     )
     for question in questions:
-        likelihoods = [next(scores) for _ in question.continuations]
-        tokens = [len(c) for c in question.continuations]
+        likelihoods = [next(scores) for _ in question.options]
+        tokens = [len(ids) for _, ids in question.options]
         lengths = {"none": [1] * len(tokens), "tokens": tokens, "bytes": question.num_bytes}
         letter = question.letters[most_likely(likelihoods, lengths[normalize])]
         yield _line(question, letter, log_likelihoods=likelihoods)

@@ -31,7 +31,7 @@ from train.settings.messages import naming_flag
 from train.settings.resolve import resolve
 from train.text.examples import open_examples
 from train.text.packing import packed_batches, validation_set
-from train.text.tokenizer import check_vocabulary, tokenizer_of
+from train.text.tokenizer_files import fit_vocabulary, tokenizer_of
 
 
 def main() -> None:
@@ -73,7 +73,9 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         check_sizes(config, mesh)
         recipe = build_recipe(config)
         tokenizer = tokenizer_of(checkpoint, user_config.tokenizer)
-        check_vocabulary(tokenizer, config.title, config.model_config.vocab_size)
+        flag = "--checkpoint" if user_config.tokenizer is None else "--tokenizer"
+        size = config.model_config.vocab_size
+        remark = fit_vocabulary(tokenizer, flag, config.title, size)
         folder = user_config.tokenizer or checkpoint
         examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
@@ -82,7 +84,12 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         rows["pad_id"] = tokenizer.eos_id
         part = rows_of_process(mesh, config.batch_size)
         open_batches = functools.partial(
-            packed_batches, examples.train, seed=config.seed, part=part, **rows
+            packed_batches,
+            examples.train,
+            seed=config.seed,
+            part=part,
+            shares=examples.shares,
+            **rows,
         )
         batches = open_batches()
         validation = validation_set(
@@ -100,8 +107,8 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         f" {sum(len(example.tokens) for example in examples.train):,} tokens, of which"
         f" {sum(int(example.counted.sum()) for example in examples.train):,} count in the loss, and"
         f" {len(examples.validation):,} held out"
-        f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
-        f" {tokenizer.vocab_size:,}",
+        f"{lost if examples.cut or examples.dropped else ''}",
+        remarks=[tokenizer.describe(), *filter(None, [remark]), *examples.remarks],
         first_state=functools.partial(_first_state, recipe, checkpoint, open_batches),
         frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
         tokenizer=tokenizer,

@@ -45,7 +45,7 @@ from train.settings.config import DataConfig, PretrainConfig
 from train.settings.messages import naming_flag
 from train.settings.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.settings.resolve import dimensions, resolve
-from train.text.tokenizer import load_tokenizer
+from train.text.tokenizer_files import load_tokenizer
 
 ALL = "all"
 

@@ -15,8 +15,10 @@ from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.resolve import dimensions, resolve
 from train.text.corpus import Corpus, open_corpus
-from train.text.data import ROW_ORDER, train_batches, validation_batches
-from train.text.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
+from train.text.data import row_order, train_batches, validation_batches
+from train.text.tokenizer import Tokenizer
+from train.text.tokenizer_files import load_tokenizer
+from train.text.trained_tokenizer import default_tokenizer
 
 
 def main() -> None:
@@ -54,6 +56,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         model_config = dimensions(user_config, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        sizes["special_tokens"] = user_config.data.special_tokens
         part = rows_of_process(mesh, config.batch_size)
         batches = train_batches(corpus, tokenizer, seed=config.seed, part=part, **sizes)
         validation = validation_batches(
@@ -67,11 +70,12 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         batches=batches,
         validation=validation,
         summary=f"text: {corpus.name}, {len(corpus.train):,} documents and"
-        f" {len(corpus.validation):,} held out; tokenizer of {tokenizer.vocab_size:,}",
+        f" {len(corpus.validation):,} held out",
+        remarks=[tokenizer.describe()],
         first_state=functools.partial(first_state, recipe),
         tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
-        row_order=ROW_ORDER,
+        row_order=row_order(tokenizer),
     )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from train.evaluation.questions import QuestionConfig
 from train.settings.cli import Headings
 from train.settings.config import Dtype
+from train.settings.data import SpecialTokens
 from train.settings.options import check_at_least, check_range, given_fields, shown_flag
 
 
@@ -62,6 +63,8 @@ class WritingConfig:
     chat: bool = False
     """Ask as the user of a chat: `--generate`, or the whole prompt of a question, becomes a
     message, and the chat template writes the text that the model continues."""
+    template_argument: tuple[str, ...] = ()
+    """Arguments of the template of `--chat`, such as enable_thinking=false."""
     chat_template: pathlib.Path | None = None
     """Jinja template of `--chat` in Hugging Face's form, or a tokenizer_config.json with one.
     Default: the template in the folder of the tokenizer."""
@@ -74,6 +77,8 @@ class WritingConfig:
             raise ValueError(f"`--top-p` must be above 0 and at most 1, got {self.top_p}.")
         if self.chat_template is not None and not self.chat:
             raise ValueError("`--chat-template` has no effect without `--chat`: give both.")
+        if self.template_argument and not self.chat:
+            raise ValueError("`--template-argument` has no effect without `--chat`: give both.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,9 @@ class EvaluateConfig:
     """Rows of text, or questions, of a batch."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products; products are summed in float32."""
+    special_tokens: SpecialTokens = "text"
+    """Names of special tokens, such as <|im_end|>, in `--generate`, texts and questions: text
+    (letters) or parse (these tokens). In templates they are tokens anyway."""
     text: TextConfig = TextConfig()
     asked: QuestionConfig = QuestionConfig()
     writing: WritingConfig = WritingConfig()
@@ -109,7 +117,7 @@ class EvaluateConfig:
             *("checkpoint", "text.data", "asked.task", "asked.questions", "writing.generate"),
             *("adapter", "four_bit", "batch_size", "chat"),
         ),
-        "Model": ("tokenizer", "compute_dtype"),
+        "Model": ("tokenizer", "special_tokens", "compute_dtype"),
         "Perplexity of a text (--data)": ("text",),
         "Questions (--task)": ("asked",),
         "Writing": ("writing",),

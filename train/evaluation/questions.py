@@ -5,10 +5,8 @@ letter, or by its likelihood. `train.evaluate` gets the answers from a model.
 """
 
 import dataclasses
-import itertools
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from train.evaluation.scoring import (
     AnswerOptions,
@@ -19,9 +17,24 @@ from train.evaluation.scoring import (
 )
 from train.settings.options import check_at_least
 from train.text.records import FieldTemplate, Record, field_of, read_records
+from train.text.special_tokens import unmarked
 
-Encode = Callable[[str, str], list[int]]
-"""From a prompt and the text after it to ids, including those that begin a text."""
+
+class Asker(Protocol):
+    """Turns prompts into ids, including those that begin a text."""
+
+    def mark(self, content: Any) -> Any:
+        """Marks the names of special tokens in content."""
+        ...
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids of a prompt."""
+        ...
+
+    def continued(self, prompt: str, ending: str) -> tuple[list[int], list[int]]:
+        """Returns the ids of a prompt and of the ending after it."""
+        ...
+
 
 _PROMPTS = {
     "gsm8k": "Question: {question}\nAnswer:",
@@ -96,11 +109,12 @@ class Question:
       where: place of its record, for messages.
       number: number of the record, from 0.
       text: the question alone.
-      prompt: ids of the whole prompt.
+      prompt: ids of the whole prompt; empty with options.
       gold: the right number, or the right letter.
       letters: letters of the options; empty without options.
-      continuations: ids of each option, whose likelihood after the prompt is measured.
-      num_bytes: UTF-8 bytes of the text of each continuation.
+      options: for each option, the ids of the prompt, and of the option after it, whose likelihood
+        is measured. A token that holds letters of both belongs to the option.
+      num_bytes: UTF-8 bytes of the text of each option.
     """
 
     where: str
@@ -109,7 +123,7 @@ class Question:
     prompt: list[int]
     gold: str
     letters: str = ""
-    continuations: tuple[list[int], ...] = ()
+    options: tuple[tuple[list[int], list[int]], ...] = ()
     num_bytes: tuple[int, ...] = ()
 
     def read_answer(self, text: str) -> str | None:
@@ -117,19 +131,19 @@ class Question:
         return choice_letter(text, self.letters) if self.letters else gsm8k_answer(text)
 
 
-def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
+def read_questions(config: QuestionConfig, asker: Asker) -> list[Question]:
     """Returns the questions, with the examples in their prompts.
 
     Args:
       config: what to ask, and how, with a task.
-      encode: from prompts to ids.
+      asker: from prompts to ids.
 
     Raises:
       FileNotFoundError: a file does not exist.
       ValueError: a record or a template is malformed, or there are too few records.
     """
     assert config.questions is not None
-    reader = _Reader(config)
+    reader = _Reader(config, asker)
     records = read_records(config.questions, "--questions")
     asked = list(enumerate(records))
     if config.examples is None:
@@ -144,24 +158,23 @@ def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
         )
     before = "".join(record.apply(reader.example) for record in examples)
     return [
-        record.apply(reader.question, number, before, encode)
-        for number, record in asked[: config.limit]
+        record.apply(reader.question, number, before) for number, record in asked[: config.limit]
     ]
 
 
 class _Reader:
     """Makes prompts, examples and answers of records."""
 
-    def __init__(self, config: QuestionConfig) -> None:
+    def __init__(self, config: QuestionConfig, asker: Asker) -> None:
         assert config.task is not None
-        self._config = config
+        self._config, self._asker = config, asker
         self._answer_field = config.answer_field or _ANSWER_FIELDS[config.task]
         aliases = {"question": config.question_field, "answer": self._answer_field}
         kind = "gsm8k" if config.task == "gsm8k" else config.choose
         prompt = config.prompt_template or _PROMPTS[kind]
-        self._prompt = FieldTemplate("--prompt-template", prompt, aliases)
+        self._prompt = FieldTemplate("--prompt-template", prompt, aliases, asker.mark)
         ending = {"gsm8k": " {answer}", "letter": " {letter}", "likelihood": config.option_template}
-        self._ending = FieldTemplate("--option-template", ending[kind], aliases)
+        self._ending = FieldTemplate("--option-template", ending[kind], aliases, asker.mark)
 
     def example(self, record: Record) -> str:
         """Returns a record with its answer, as an example before a question."""
@@ -170,7 +183,7 @@ class _Reader:
         parts = (part.fill(record.fields, texts) for part in (self._prompt, self._ending))
         return f"{''.join(parts)}\n\n"
 
-    def question(self, record: Record, number: int, before: str, encode: Encode) -> Question:
+    def question(self, record: Record, number: int, before: str) -> Question:
         """Returns the question of a record, after examples."""
         gold, options = self._answer(record)
         listed = {} if options is None else {"options": options.listed}
@@ -178,14 +191,12 @@ class _Reader:
         head = (record.where, number, str(field_of(record.fields, self._config.question_field)))
         if options is None or not self._config.by_likelihood:
             letters = "" if options is None else options.letters
-            return Question(*head, encode(prompt, ""), gold, letters)
+            return Question(*head, self._asker.prompt(prompt), gold, letters)
         count = len(options.letters)
         endings = [self._ending.fill(record.fields, options.named(i)) for i in range(count)]
-        start, continuations = _continuations(
-            encode(prompt, ""), [encode(prompt, ending) for ending in endings]
-        )
-        num_bytes = tuple(max(1, len(ending.encode())) for ending in endings)
-        return Question(*head, start, gold, options.letters, continuations, num_bytes)
+        encoded = tuple(self._asker.continued(prompt, ending) for ending in endings)
+        num_bytes = tuple(max(1, len(unmarked(ending).encode())) for ending in endings)
+        return Question(*head, [], gold, options.letters, encoded, num_bytes)
 
     def _answer(self, record: Record) -> tuple[str, AnswerOptions | None]:
         """Returns the right number, or the right letter and the options."""
@@ -194,22 +205,3 @@ class _Reader:
             return gsm8k_gold(str(answer)), None
         options = read_options(field_of(record.fields, self._config.options_field), answer)
         return options.letters[options.gold], options
-
-
-def _continuations(
-    prompt: list[int], with_options: Sequence[list[int]]
-) -> tuple[list[int], tuple[list[int], ...]]:
-    """Splits prompts with options into the common prompt and the continuations, in tokens.
-
-    A token can cross the end of the prompt. All continuations begin before the first such token.
-
-    Args:
-      prompt: ids of the prompt alone.
-      with_options: ids of the prompt with each option.
-    """
-    columns = zip(prompt, *with_options, strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
-    common = min(common, *(len(ids) - 1 for ids in with_options))
-    if common < 1:
-        raise ValueError("there is no token before the options: give a `--prompt-template`")
-    return prompt[:common], tuple(ids[common:] for ids in with_options)

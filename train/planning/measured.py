@@ -25,7 +25,7 @@ from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
 from train.text.records import FieldTemplate, read_records
-from train.text.tokenizer import check_vocabulary, tokenizer_of
+from train.text.tokenizer_files import fit_vocabulary, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,8 @@ def open_measured(
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
     with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
-    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model.config.vocab_size)
+    flag = "--checkpoint" if train.data.tokenizer is None else "--tokenizer"
+    fit_vocabulary(tokenizer, flag, f"the model in '{checkpoint}'", model.config.vocab_size)
     data = train.data
     if config.template:
         template = FieldTemplate("--template", config.template, {})

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ def begin(
     batches: Any,
     validation: ValidationSet,
     summary: str,
+    remarks: Sequence[str] = (),
     first_state: Callable[[TrainState], TrainState],
     frozen: Callable[[Any], Any] = lambda _: None,
     tokenizer: Tokenizer,
@@ -58,6 +59,7 @@ def begin(
       batches: the training data, at its beginning.
       validation: the held-out data.
       summary: a line about both for the user.
+      remarks: further lines, about how they were read.
       first_state: from shardings to the state before the first step.
       frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
       tokenizer: its tokenizer.
@@ -107,7 +109,8 @@ def begin(
         print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
         for warning in config.warnings:
             console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
-        console.print(summary)
+        for line in (summary, *remarks):
+            console.print(line, markup=False, highlight=False)
         if state is None:
             state = first_state(shardings)
         else:

@@ -8,13 +8,14 @@ batches that would have followed. Threads read ahead; no processes are started.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
+from train.settings.data import SpecialTokens
 from train.settings.options import check_at_least
 from train.text.corpus import Corpus
 from train.text.rows import WINDOW_ROWS, ShuffledRowsIterDataset
@@ -22,16 +23,26 @@ from train.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 """`inputs` and `targets` int32 [batch, seq_len], where targets are one token ahead; `mask` float32
-of the same shape, 1 where the target counts and 0 where it is padding."""
+of the same shape, 1 where the target counts and 0 where it is padding or where the construction of
+the stream dictates it, such as the token that begins each document."""
+
+Encode = Callable[[Sequence[str]], list[np.ndarray]]
+"""From texts to the ids of whole documents, int32 [length] each."""
 
 _READ_AHEAD_BATCHES = 8
 """Enough for the time in which documents are encoded, a tenth of a second on two cores."""
 _ENCODED_CHARS = 2**18
 """Characters of documents that are encoded together, on all cores."""
 
-ROW_ORDER = f"shuffled in windows of {WINDOW_ROWS} rows"
-"""Order of the rows, for the identity of a run: the position in the data depends on it. Earlier
-versions read `batch_size` streams of documents."""
+
+def row_order(tokenizer: Tokenizer) -> str:
+    """Returns the order of the rows, for the identity of a run: its position depends on it.
+
+    Earlier versions read `batch_size` streams of documents, and learned to begin documents.
+    """
+    begins = "; beginnings of documents are not learnt" if tokenizer.dictated else ""
+    return f"shuffled in windows of {WINDOW_ROWS} rows{begins}"
+
 
 _LONGEST_HELD_OUT = 2048
 """Most tokens of a held-out document, so that an evaluation of some ten thousand tokens covers more
@@ -46,6 +57,7 @@ def train_batches(
     seq_len: int,
     seed: int,
     part: tuple[int, int] = (0, 1),
+    special_tokens: SpecialTokens = "text",
 ) -> grain.DatasetIterator[Batch]:
     """Returns an endless iterator over this process's part of batches of `batch_size` rows.
 
@@ -61,7 +73,8 @@ def train_batches(
 
     Args:
       corpus: its train split is read.
-      tokenizer: its `bos_id`, if any, comes before each document and its `eos_id` after it.
+      tokenizer: its tokens `between` documents divide them.
+      special_tokens: how names of special tokens in the text are read.
       batch_size: rows of all processes together.
       seq_len: tokens of a row.
       seed: seed of the shuffles.
@@ -74,15 +87,18 @@ def train_batches(
     mine = rows_of_part(batch_size, part)
     # `Any`: grain's protocols allow missing elements.
     documents: Any = grain.MapDataset.source(corpus.train)
-    _check_fills_a_row(documents, tokenizer, seq_len)
+    encode = document_encoder(tokenizer, special_tokens)
+    _check_fills_a_row(documents, encode, seq_len)
     endless = documents.seed(seed).shuffle().repeat()
     rows: Any = ShuffledRowsIterDataset(
-        functools.partial(_read_documents, endless, tokenizer, len(documents)),
+        functools.partial(_read_documents, endless, encode, len(documents)),
         length=seq_len + 1,
         epoch=len(documents),
         seed=seed,
     )
-    batches = rows.batch(batch_size, drop_remainder=True).map(lambda x: _as_batch(x[mine]))
+    batches = rows.batch(batch_size, drop_remainder=True).map(
+        lambda x: _as_batch(x[mine], tokenizer.dictated)
+    )
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
@@ -127,7 +143,13 @@ def rows_of_part(batch_size: int, part: tuple[int, int]) -> slice:
 
 
 def validation_batches(
-    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, eval_batches: int
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    eval_batches: int,
+    special_tokens: SpecialTokens = "text",
 ) -> ValidationSet:
     """Returns the first `eval_batches` batches of the validation split, the same at every call.
 
@@ -147,30 +169,32 @@ def validation_batches(
     """
     check_at_least(1, batch_size=batch_size, seq_len=seq_len, eval_batches=eval_batches)
     per_batch = batch_size * seq_len
-    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * eval_batches + 1)
+    encode = document_encoder(tokenizer, special_tokens)
+    wanted = per_batch * eval_batches + 1
+    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, encode, wanted)
     if len(tokens) < 2:
         raise ValueError(
             f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed."
             " Give more text."
         )
-    num_tokens = len(tokens) - 1
-    count = -(-num_tokens // per_batch)
-    padding = (0, count * per_batch - num_tokens)
+    mask = np.where(np.isin(tokens[1:], tokenizer.dictated), 0, 1).astype(np.float32)
+    count = -(-len(mask) // per_batch)
+    padding = (0, count * per_batch - len(mask))
     columns = {
         "inputs": np.pad(tokens[:-1], padding, constant_values=tokenizer.eos_id),
         "targets": np.pad(tokens[1:], padding, constant_values=tokenizer.eos_id),
-        "mask": np.pad(np.ones(num_tokens, np.float32), padding),
+        "mask": np.pad(mask, padding),
     }
     shaped = {name: x.reshape(count, batch_size, seq_len) for name, x in columns.items()}
     batches = [{name: x[i] for name, x in shaped.items()} for i in range(count)]
-    return ValidationSet(batches, num_tokens, num_bytes)
+    return ValidationSet(batches, int(mask.sum()), num_bytes)
 
 
-def _check_fills_a_row(documents: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> None:
+def _check_fills_a_row(documents: Sequence[str], encode: Encode, seq_len: int) -> None:
     """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
     count = 0
     for index in range(len(documents)):
-        count += len(_encode(tokenizer, [documents[index]])[0])
+        count += len(encode([documents[index]])[0])
         if count > seq_len:
             return
     raise ValueError(
@@ -181,7 +205,7 @@ def _check_fills_a_row(documents: Sequence[str], tokenizer: Tokenizer, seq_len: 
 
 
 def _read_documents(
-    documents: Sequence[str], tokenizer: Tokenizer, epoch: int, index: int
+    documents: Sequence[str], encode: Encode, epoch: int, index: int
 ) -> list[np.ndarray]:
     """Returns the ids of a document and of those after it, about `_ENCODED_CHARS` characters.
 
@@ -191,32 +215,43 @@ def _read_documents(
     while size < _ENCODED_CHARS and len(texts) < epoch:
         texts.append(documents[index + len(texts)])
         size += len(texts[-1])
-    return _encode(tokenizer, texts)
+    return encode(texts)
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns the ids of whole documents, int32 [length] each."""
-    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [
-        np.asarray([*start, *ids, tokenizer.eos_id], np.int32)
-        for ids in tokenizer.encode_batch(texts)
-    ]
+def document_encoder(tokenizer: Tokenizer, special_tokens: SpecialTokens) -> Encode:
+    """Returns a function from texts to the ids of whole documents."""
+    before, after = tokenizer.between
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        if special_tokens == "parse":
+            encoded = [tokenizer.encode_with_special(text) for text in texts]
+        else:
+            encoded = tokenizer.encode_batch(texts)
+        return [np.asarray([*before, *ids, *after], np.int32) for ids in encoded]
+
+    return encode
 
 
-def _as_batch(rows: np.ndarray) -> Batch:
-    """Splits rows [batch, seq_len + 1] into inputs and targets."""
+def _as_batch(rows: np.ndarray, dictated: Sequence[int]) -> Batch:
+    """Splits rows [batch, seq_len + 1] into inputs and targets; dictated targets do not count."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
-    return {"inputs": inputs, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
+    mask = np.where(np.isin(targets, dictated), 0, 1).astype(np.float32)
+    return {"inputs": inputs, "targets": targets, "mask": mask}
 
 
 def _first_tokens(
-    texts: Sequence[str], tokenizer: Tokenizer, wanted: int
+    texts: Sequence[str], tokenizer: Tokenizer, encode: Encode, wanted: int
 ) -> tuple[np.ndarray, int]:
-    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
-    pieces, num_bytes = [], 0
+    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first.
+
+    The first is the token that begins a text, if there is one.
+    """
+    begins = tokenizer.prefix if not tokenizer.between[0] else ()
+    pieces, num_bytes = [np.asarray(begins, np.int32)], 0
+    wanted -= len(begins)
     longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
     for text in (texts[index] for index in range(len(texts))):
-        (document,) = _encode(tokenizer, [text])
+        (document,) = encode([text])
         tokens = document[: min(wanted, longest)]
         wanted -= len(tokens)
         size = len(text.encode())

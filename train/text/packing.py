@@ -14,7 +14,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
 from train.text.data import Batch, ValidationSet, rows_of_part
-from train.text.examples import Example
+from train.text.encoder import Example
 from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
@@ -31,6 +31,7 @@ def packed_batches(
     seed: int,
     pad_id: int,
     part: tuple[int, int] = (0, 1),
+    shares: Sequence[tuple[int, float]] = (),
 ) -> grain.DatasetIterator[Batch]:
     """Returns an endless iterator over this process's part of batches of `batch_size` rows.
 
@@ -53,6 +54,9 @@ def packed_batches(
       seed: seed of the shuffles.
       pad_id: id of padding in inputs and targets.
       part: as for `train_batches`.
+      shares: numbers of consecutive examples of several sources, and the weights of the sources. An
+        epoch then draws as many examples as there are, from each source in proportion to its
+        weight: some twice before others once, if a source is small. Empty: each example once.
 
     Raises:
       ValueError: an argument is out of range, or an example is too long or has no counted token.
@@ -62,7 +66,7 @@ def packed_batches(
 
     def rows_of(epoch: int) -> list[PackedRow]:
         generator = np.random.default_rng([seed, epoch])
-        rows = _pack(examples, generator.permutation(len(examples)), seq_len)
+        rows = _pack(examples, _order(generator, len(examples), shares), seq_len)
         # Without this, the emptiest rows would come last.
         return [rows[index] for index in generator.permutation(len(rows))]
 
@@ -112,6 +116,21 @@ def validation_set(
             " except for end tokens. Give other examples."
         )
     return ValidationSet(batches, num_tokens, num_bytes)
+
+
+def _order(
+    generator: np.random.Generator, count: int, shares: Sequence[tuple[int, float]]
+) -> np.ndarray:
+    """Returns the examples of an epoch in random order."""
+    if not shares:
+        return generator.permutation(count)
+    total, start, drawn = sum(weight for _, weight in shares), 0, []
+    for size, weight in shares:
+        wanted = max(1, round(count * weight / total)) if size else 0
+        rounds = [generator.permutation(size) + start for _ in range(-(-wanted // max(1, size)))]
+        drawn += [np.concatenate(rounds)[:wanted]] if rounds else []
+        start += size
+    return generator.permutation(np.concatenate(drawn))
 
 
 class _EpochsIterDataset(grain.IterDataset[PackedRow]):

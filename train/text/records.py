@@ -1,18 +1,22 @@
-"""Records: JSON objects from files, and templates that make texts of their fields."""
+"""Records: objects from files, and templates that make texts of their fields."""
 
 import pathlib
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from train.text.tables import SUFFIXES as TABLES
 from train.text.text_files import Record, files_under, records_in, suffix_of
 
 ACCEPTED = (
     "a .jsonl file with one JSON object per line, a .json file with an array of objects or one "
-    "object per line, either of them also as .gz, or a folder of such files"
+    "object per line, either of them also as .gz, a .parquet or .arrow file, or a folder of such "
+    "files"
 )
-_SUFFIXES = (".json", ".jsonl")
+_SUFFIXES = (".json", ".jsonl", *TABLES)
+_INFORMATION = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""Files of a folder that `datasets` saved, beside its records."""
 
 
 def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
@@ -30,8 +34,15 @@ def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
     if not str(data) or not path.exists():
         raise FileNotFoundError(f"`{flag}` is '{data}': there is no such path. Give {ACCEPTED}.")
     files = [path]
+    if (path / "dataset_dict.json").is_file():
+        parts = sorted(part.name for part in path.iterdir() if part.is_dir())
+        raise ValueError(
+            f"`{flag}` is '{data}', which has several data sets: name one of"
+            f" {', '.join(f'{path}/{part}' for part in parts)}."
+        )
     if path.is_dir():
-        files = [file for file in files_under(path, _SUFFIXES) if file.is_file()]
+        found = files_under(path, _SUFFIXES)
+        files = [file for file in found if file.is_file() and file.name not in _INFORMATION]
     elif suffix_of(path) not in _SUFFIXES:
         raise ValueError(f"`{flag}` is '{data}', which is not a file of records. Give {ACCEPTED}.")
     records = [record for file in files for record in records_in(file, flag)]
@@ -47,18 +58,26 @@ class FieldTemplate(string.Formatter):
       fields: names of the fields that it needs.
     """
 
-    def __init__(self, flag: str, template: str, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        flag: str,
+        template: str,
+        aliases: Mapping[str, str],
+        mark: Callable[[str], str] = str,
+    ) -> None:
         """Reads the template.
 
         Args:
           flag: flag of the template, for messages.
           template: the format string.
           aliases: fields by the names that stand for them in the template.
+          mark: marks the names of special tokens in the texts of fields.
 
         Raises:
           ValueError: it is not a format string, or a field in it has no name.
         """
         self._flag, self._template, self._aliases = flag, template, aliases
+        self._mark = mark
         # A shell passes \n as two characters.
         escapes = {"n": "\n", "t": "\t", "\\": "\\"}
         self._format = re.sub(r"\\([nt\\])", lambda match: escapes[match[1]], template)
@@ -93,7 +112,7 @@ class FieldTemplate(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         """Returns a field as text."""
         try:
-            return super().format_field(value, format_spec)
+            return self._mark(super().format_field(value, format_spec))
         except ValueError as error:
             raise ValueError(f"`{self._flag}` does not fit it ({error})") from error
 

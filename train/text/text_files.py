@@ -1,4 +1,4 @@
-"""Local files: documents of text, .jsonl and .parquet files, and the records of JSON files."""
+"""Local files: documents of text, .jsonl files and tables, and the records of files."""
 
 import codecs
 import gzip
@@ -6,11 +6,10 @@ import json
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import pyarrow
-import pyarrow.parquet
+from train.text.tables import SUFFIXES, rows_in
 
 T = TypeVar("T")
 
@@ -39,14 +38,14 @@ def documents_in(path: pathlib.Path, field: str) -> list[str]:
     Files of a folder are read in the order of their names; other files and hidden ones are skipped.
 
     Args:
-      path: a text file, which is one document; a .jsonl or .parquet file with one document per row;
-        or a folder of such files. All but .parquet also as .gz.
+      path: a text file, which is one document; a .jsonl, .parquet or .arrow file with one document
+        per row; or a folder of such files. Text and .jsonl also as .gz.
       field: the JSON field or parquet column that holds the text.
 
     Raises:
       ValueError: a file cannot be read, or has no such field.
     """
-    suffixes = (".txt", ".md", ".jsonl", ".parquet")
+    suffixes = (".txt", ".md", ".jsonl", *SUFFIXES)
     files = files_under(path, suffixes) if path.is_dir() else [path]
     return [text for file in files for text in _read_documents(file, field)]
 
@@ -79,9 +78,12 @@ def suffix_of(path: pathlib.Path) -> str:
 def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
     match suffix_of(path):
         case ".jsonl":
-            return (record.apply(text_of, field) for record in records_in(path, "--data"))
-        case ".parquet":
-            return _read_parquet(path, field)
+            return (
+                record.apply(lambda x: text_of(x.fields, field))
+                for record in records_in(path, "--data")
+            )
+        case ".parquet" | ".arrow":
+            return (row[field] for row in rows_in(path, "--data", field) if row[field])
         case ".json":
             raise ValueError(
                 f"`--data` is '{path}': .json files are not read. Write one JSON object per line "
@@ -122,34 +124,20 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def text_of(row: Record, field: str) -> str:
+def text_of(fields: Mapping[str, Any], field: str) -> str:
     """Returns a field that is text. Raises a `ValueError` if it is missing or is none."""
-    if field not in row.fields:
-        known = ", ".join(row.fields) or "an empty object"
+    if field not in fields:
+        known = ", ".join(fields) or "an empty object"
         raise ValueError(f"there is no field '{field}', only {known}: pass `--text-field`")
-    text = row.fields[field]
+    text = fields[field]
     if not isinstance(text, str):
         raise ValueError(f"field '{field}' is {type(text).__name__}, not text")
     text.encode()  # Raises for a lone surrogate, which JSON allows.
     return text
 
 
-def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        columns = {column.name: column.type for column in table.schema_arrow}
-        if field not in columns:
-            known = ", ".join(columns)
-            raise ValueError(f"there is no column '{field}', only {known}: pass `--text-field`")
-        if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(f"column '{field}' is {columns[field]}, not text")
-        yield from filter(None, table.read([field]).column(field).to_pylist())
-    except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError.
-        raise ValueError(f"`--data`: '{path}': {error}. Correct or remove the file.") from error
-
-
 def records_in(path: pathlib.Path, flag: str) -> Iterator[Record]:
-    """Yields the objects of a JSON file: those of its array, or one per line.
+    """Yields the records of a file: rows of a table, objects of a JSON array, or one per line.
 
     Args:
       path: the file.
@@ -158,6 +146,10 @@ def records_in(path: pathlib.Path, flag: str) -> Iterator[Record]:
     Raises:
       ValueError: the file cannot be read, or has something else than objects.
     """
+    if suffix_of(path) in SUFFIXES:
+        for number, row in enumerate(rows_in(path, flag), 1):
+            yield Record(f"`{flag}`: row {number} of '{path}'", row)
+        return
     text = read_text(path, flag)
     if suffix_of(path) == ".json" and text.lstrip().startswith("["):
         for number, value in enumerate(_parse(text, 1, path, flag), 1):

@@ -1,48 +1,45 @@
-"""Text to token ids and back: one small interface over `tokenizers` and `sentencepiece`.
+"""Text to token ids and back: one interface over `tokenizers` and `sentencepiece`.
 
-`encode` never makes special tokens of text: a document that contains `<|endoftext|>` is encoded
-letter by letter, and the caller adds `bos_id` and `eos_id`. `encode_with_special` is for the text
-of chat templates, which contains the names of special tokens.
+The ids are those that `transformers` gives for the same files. `encode` makes no special tokens of
+text: a document that contains `<|endoftext|>` is encoded letter by letter.
 """
 
 import abc
-import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import math
 import os
 import pathlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from sentencepiece import sentencepiece_pb2
 
-from models.folders import scratch_folder
-from train.text.corpus import Corpus
-
-END_OF_TEXT = "<|endoftext|>"
-KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<bos>")
-ACCEPTED = (
-    "a tokenizer.json, a sentencepiece .model file, or a folder with one of these, or with "
-    "vocab.json and merges.txt"
-)
-TRAINING_CHARS = 10_000_000
-"""Characters that `default_tokenizer` trains on. On the standard library, three times as many make
-the validation text about 1% shorter in tokens, and training takes three times as long."""
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from train.text.special_tokens import MARK, pattern_of, split_marked, unmarked
 
 # `tokenizers` warns at each fork after its threads ran, unless this is set.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+_ALIAS = "\ufdd1"
+"""Encloses the number that stands for a special token while its name is letters elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """The ids of a text.
+
+    Attributes:
+      ids: the ids.
+      ends: for each id, the number of characters of the text up to its end.
+    """
+
+    ids: list[int]
+    ends: list[int]
 
 
 class Tokenizer(abc.ABC):
@@ -50,34 +47,46 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: the largest id plus one. Ids may have gaps.
-      bos_id: id before each document; None if the vocabulary has none.
-      eos_id: id after each document.
-      bos_token: name of `bos_id` in templates, or None.
+      prefix: ids before each text; none if `transformers` adds none.
+      suffix: ids that `transformers` adds after each text; usually none.
+      eos_id: id that ends a document.
+      bos_token: name of the first token of a document in templates, or None.
       eos_token: name of `eos_id`.
+      special: names of the special tokens, by id.
       fingerprint: hexadecimal; equal for equal vocabularies and rules.
+      source: files that it was read from, for messages.
+      limit: ids from this one on are refused, because a model has no embedding for them; or None.
     """
 
     vocab_size: int
-    bos_id: int | None
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     eos_id: int
-    bos_token: str | None
-    eos_token: str
+    bos_token: str | None = None
+    eos_token: str = ""
+    special: dict[int, str] = {}
     fingerprint: str
+    source: str = ""
+    limit: int | None = None
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without `bos_id` and `eos_id`."""
+        """Returns the ids of `text`, without `prefix` and `suffix`."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns `encode` of each text. Faster on several cores, for most tokenizers."""
         return [self.encode(text) for text in texts]
 
-    def encode_with_special(self, text: str) -> list[int]:
+    def encode_marked(self, text: str) -> Encoded:
         """Returns the ids of `text`, in which names of special tokens stand for these tokens.
 
-        For text whose author means them so, such as that of a chat template.
+        Names with a `MARK` after their first letter are letters, and are encoded without the mark.
         """
         raise NotImplementedError(f"{type(self).__name__} has no names for special tokens.")
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Returns the ids of `encode_marked`."""
+        return self.encode_marked(text).ids
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -85,7 +94,48 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the files that `load_tokenizer(directory)` reads."""
+        """Writes the files that `load_tokenizer(directory)` and `transformers` read."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id before each text, or None."""
+        return self.prefix[0] if self.prefix else None
+
+    @property
+    def between(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and after each of several documents that follow one another.
+
+        Where one token begins and ends documents, it stands once between two of them.
+        """
+        after = self.suffix or (self.eos_id,)
+        return (() if self.prefix == after else self.prefix), after
+
+    @property
+    def dictated(self) -> tuple[int, ...]:
+        """Ids that the construction of a stream of documents dictates: nothing learns them."""
+        before, after = self.between
+        return tuple(index for index in (*before, *after[1:]) if index != after[0])
+
+    def describe(self) -> str:
+        """Returns a line about the rules, for the user."""
+        before = " ".join(map(self._shown, self.prefix)) or "nothing"
+        after = " ".join(map(self._shown, self.between[1]))
+        read = f" ({self.source})" if self.source else ""
+        return (
+            f"tokenizer of {self.vocab_size:,}{read}: {before} before a text, {after} after a"
+            " document"
+        )
+
+    def _shown(self, index: int) -> str:
+        return f"{self.special.get(index, '')} [{index}]".strip()
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raises a `ValueError` if an id is not below `limit`."""
+        if self.limit is not None and ids and max(ids) >= self.limit:
+            name = self._shown(max(ids))
+            raise ValueError(
+                f"it holds the token {name}, and the model has {self.limit:,} embeddings: remove it"
+            )
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -95,27 +145,83 @@ class HuggingFaceTokenizer(Tokenizer):
     Unicode by NFC).
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, eos: str, bos: str | None = None) -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        eos: str,
+        bos: str | None = None,
+        prefix: Sequence[str] = (),
+        suffix: Sequence[str] = (),
+        source: str = "",
+    ) -> None:
+        """Takes a tokenizer and the roles of its special tokens.
+
+        Args:
+          inner: the tokenizer; its post-processor is not used.
+          eos: name of the token that ends a document.
+          bos: name of `bos_token` in templates.
+          prefix: names of the tokens before each text.
+          suffix: names of the tokens after each text.
+          source: as for `Tokenizer`.
+        """
         inner.encode_special_tokens = True  # As text, despite the name.
         inner.no_truncation()
         inner.no_padding()
         vocabulary = inner.get_vocab(with_added_tokens=True)
-        self._inner, self.eos_token, self.bos_token = inner, eos, bos
+        self._saved = inner.to_str()
+        self._inner = inner
+        # It would cut spaces off the places of tokens.
+        inner.post_processor = tokenizers.processors.Sequence([])
+        self.eos_token, self.bos_token, self.source = eos, bos, source
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = vocabulary[eos]
-        self.bos_id = None if bos is None else vocabulary[bos]
-        rules = json.dumps([inner.to_str(), bos, eos])
+        self.prefix = tuple(vocabulary[name] for name in prefix)
+        self.suffix = tuple(vocabulary[name] for name in suffix)
+        added = inner.get_added_tokens_decoder()
+        self.special = {index: x.content for index, x in added.items() if x.special}
+        self._tokens = added
+        begins = prefix[0] if prefix else None
+        rules = json.dumps([self._saved, begins, eos, *(suffix and [suffix])])
         self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
 
+    @property
+    def base_size(self) -> int:
+        """The largest id of the vocabulary without added tokens, plus one."""
+        return max(self._inner.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False).ids
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        self.check(ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # "fast" leaves out the places of tokens in the text.
-        return [x.ids for x in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        for one in encoded:
+            self.check(one.ids)
+        return [one.ids for one in encoded]
 
-    def encode_with_special(self, text: str) -> list[int]:
-        return self._with_special.encode(text, add_special_tokens=False).ids
+    def encode_marked(self, text: str) -> Encoded:
+        if MARK not in text:
+            encoding = self._with_special.encode(text, add_special_tokens=False)
+            self.check(encoding.ids)
+            return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        inner, aliases, ids_of = self._aliased
+        letters, places, start = [], [], 0
+        for part, is_token in split_marked(text, self._names):
+            stop = start + len(part)
+            if is_token:
+                letters.append(aliases[part])
+                places += [stop] * len(letters[-1])
+            else:
+                letters.append(unmarked(part))
+                places += [start + i + 1 for i, letter in enumerate(part) if letter != MARK]
+            start = stop
+        encoding = inner.encode("".join(letters), add_special_tokens=False)
+        ids = [ids_of.get(index, index) for index in encoding.ids]
+        self.check(ids)
+        return Encoded(ids, [places[end - 1] if end else 0 for _, end in encoding.offsets])
 
     @functools.cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
@@ -124,14 +230,56 @@ class HuggingFaceTokenizer(Tokenizer):
         inner.encode_special_tokens = False
         return inner
 
+    @functools.cached_property
+    def _names(self):
+        return pattern_of(self.special.values())
+
+    @functools.cached_property
+    def _aliased(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
+        """A tokenizer with another name for each special token; the names; ids by its ids.
+
+        So one text can hold a special token and the letters of its name.
+        """
+        inner, aliases, ids_of = copy.deepcopy(self._inner), {}, {}
+        inner.encode_special_tokens = True  # A copy loses it.
+        for number, index in enumerate(self.special):
+            token = self._tokens[index]
+            alias = f"{_ALIAS}{number}{_ALIAS}"
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
+            inner.add_tokens([tokenizers.AddedToken(alias, normalized=False, **flags)])
+            aliases[token.content] = alias
+            ids_of[inner.token_to_id(alias)] = index
+        return inner, aliases, ids_of
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def save(self, directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._inner.save(str(directory / "tokenizer.json"))
-        config = {"bos_token": self.bos_token, "eos_token": self.eos_token}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+        inner = tokenizers.Tokenizer.from_str(self._saved)
+        names = [[self.special[index] for index in ids] for ids in (self.prefix, self.suffix)]
+        if any(names):
+            inner.post_processor = _template(inner, *names)
+        inner.save(str(directory / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "clean_up_tokenization_spaces": False,
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _template(
+    inner: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]
+) -> tokenizers.processors.PostProcessor:
+    """Returns the post-processor that adds tokens before and after each text."""
+    single = " ".join([*before, "$A", *after])
+    pair = f"{single} {' '.join([*before, '$B:1', *after])}"
+    special = [(name, inner.token_to_id(name)) for name in dict.fromkeys([*before, *after])]
+    return tokenizers.processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=special
+    )
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -141,17 +289,47 @@ class SentencePieceTokenizer(Tokenizer):
     does neither: it falls back to bytes.
     """
 
-    def __init__(self, model: bytes) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        add_bos: bool = True,
+        add_eos: bool = False,
+        legacy: bool = True,
+        source: str = "",
+    ) -> None:
+        """Reads a model.
+
+        Args:
+          model: content of the file.
+          add_bos: whether its token for beginnings, if there is one, begins each text.
+          add_eos: whether its token for ends ends each text.
+          legacy: whether a text after a special token begins with a space, as at the beginning.
+          source: as for `Tokenizer`.
+        """
+        self._model, self._legacy, self.source = model, legacy, source
+        self._rules = {"add_bos_token": add_bos, "add_eos_token": add_eos, "legacy": legacy}
         self._inner = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._inner.vocab_size()
-        self.bos_id = self._inner.bos_id() if self._inner.bos_id() >= 0 else None
         self.eos_id = self._inner.eos_id()
-        self.bos_token = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
+        bos = self._inner.bos_id()
+        self.bos_token = None if bos < 0 else self._inner.id_to_piece(bos)
         if self.eos_id < 0:
             raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
+        self.prefix = (bos,) if add_bos and bos >= 0 else ()
+        self.suffix = (self.eos_id,) if add_eos else ()
         self.eos_token = self._inner.id_to_piece(self.eos_id)
+        control = filter(self._inner.is_control, range(self.vocab_size))
+        self.special = {index: self._inner.id_to_piece(index) for index in control}
         self.fingerprint = hashlib.sha256(model).hexdigest()
+        if not self.prefix or self.suffix:
+            rules = json.dumps([self.fingerprint, self.prefix, self.suffix])
+            self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
+
+    @property
+    def base_size(self) -> int:
+        """The size of the vocabulary."""
+        return self.vocab_size
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, out_type=int)
@@ -159,19 +337,37 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._inner.encode(list(texts), out_type=int, num_threads=os.cpu_count())
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """Encodes the parts between special tokens one by one, as in Llama 2's code."""
-        ids = []
-        pattern = "|".join(map(re.escape, self._special))
-        for part in re.split(f"({pattern})", text):
-            index = self._special.get(part)
-            ids += self.encode(part) if index is None else [index]
-        return ids
+    def encode_marked(self, text: str) -> Encoded:
+        """Encodes the parts between special tokens one by one, as `transformers` does."""
+        ids: list[int] = []
+        ends: list[int] = []
+        start, index_of = 0, {name: index for index, name in self.special.items()}
+        for part, is_token in split_marked(text, pattern_of(index_of)):
+            if is_token:
+                new = Encoded([index_of[part]], [len(part)])
+            else:
+                new = self._encode_part(part, begins=not ids or self._legacy)
+            ids += new.ids
+            ends += [start + end for end in new.ends]
+            start += len(part)
+        return Encoded(ids, ends)
 
-    @functools.cached_property
-    def _special(self) -> dict[str, int]:
-        indices = filter(self._inner.is_control, range(self.vocab_size))
-        return {self._inner.id_to_piece(index): index for index in indices}
+    def _encode_part(self, part: str, *, begins: bool) -> Encoded:
+        letters, ahead = unmarked(part), "" if begins else "\n"
+        places = [i + 1 for i, letter in enumerate(part) if letter != MARK]
+        data = self._inner.encode(ahead + letters, out_type="serialized_proto")
+        pieces = sentencepiece_pb2.SentencePieceText.FromString(data).pieces
+        # The places of pieces are bytes.
+        bytes_until = itertools.accumulate(len(letter.encode()) for letter in ahead + letters)
+        until = {0: 0} | {size: i + 1 for i, size in enumerate(bytes_until)}
+        ids, ends, end = [], [], len(ahead + letters)
+        for piece in reversed(pieces):
+            if piece.end > piece.begin:  # Others are the first bytes of the letter that follows.
+                end = until.get(piece.end, end)
+            if end > len(ahead) or begins:
+                ids.append(piece.id)
+                ends.append(places[end - len(ahead) - 1] if end > len(ahead) else 0)
+        return Encoded(ids[::-1], ends[::-1])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)))
@@ -179,208 +375,10 @@ class SentencePieceTokenizer(Tokenizer):
     def save(self, directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.model").write_bytes(self._model)
-
-
-def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
-    """Reads a tokenizer: a tokenizer.json, a sentencepiece .model file, or the folder of one.
-
-    A folder may instead have `vocab.json` and `merges.txt`, the latter with or without its
-    `#version` line. A `tokenizer_config.json` next to the file names the tokens that begin and end
-    a document; without it, the usual names are tried.
-
-    Raises:
-      FileNotFoundError: the path does not exist, or the folder has no tokenizer.
-      ValueError: a file is damaged, or no token ends a document.
-    """
-    path = pathlib.Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"`--tokenizer` is '{path}': no such path. Give {ACCEPTED}.")
-    if path.is_dir():
-        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-        files = [path / name for name in names if (path / name).exists()]
-        if not files:
-            there = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
-            raise FileNotFoundError(f"`--tokenizer` is '{path}': it has {there}. Give {ACCEPTED}.")
-        path = files[0]
-    try:
-        if path.suffix == ".model":
-            return SentencePieceTokenizer(path.read_bytes())
-        if path.suffix == ".bin":
-            raise ValueError(
-                "a tokenizer of llama2.c is no longer read. Give the sentencepiece .model file that"
-                " it was exported from."
-            )
-        if path.name in ("vocab.json", "merges.txt"):
-            return _load_vocab_and_merges(path.parent)
-        return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
-    except ValueError as error:
-        raise ValueError(f"`--tokenizer` is '{path}': {error}") from error
-    except Exception as error:  # `tokenizers` raises only `Exception`.
-        reason = " ".join(str(error).split())  # It may have several lines.
-        raise ValueError(
-            f"`--tokenizer` is '{path}': it cannot be read ({reason}). It may be truncated or of "
-            f"another kind. Give {ACCEPTED}."
-        ) from error
-
-
-def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokenizer:
-    """Returns the tokenizer of a path, or that of the checkpoint if there is no path.
-
-    Raises:
-      ValueError: the checkpoint has no tokenizer, or it is damaged.
-      OSError: a file that cannot be read.
-    """
-    if path is not None:
-        return load_tokenizer(path)
-    try:
-        return load_tokenizer(checkpoint)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`: {ACCEPTED}."
-        ) from error
-
-
-def check_vocabulary(tokenizer: Tokenizer, model: str, vocab_size: int) -> None:
-    """Raises a `ValueError` unless a model has an embedding for every token."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {model} has {vocab_size}:"
-            " `--tokenizer` belongs to another model."
-        )
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Returns byte-level BPE trained on `texts`. Its only special token ends a document.
-
-    The same texts give the same merges. The vocabulary is smaller than `vocab_size` if the texts
-    have too few pairs to merge.
-
-    Raises:
-      ValueError: `vocab_size` is too small for the 256 bytes and the special token.
-    """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(alphabet) + 1:
-        raise ValueError(
-            f"`--vocab-size` is {vocab_size}: at least {len(alphabet) + 1} are needed, one for "
-            "each byte and one for the end of a document."
-        )
-    inner = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    inner.train_from_iterator(iter(texts), trainer)
-    return HuggingFaceTokenizer(inner, eos=END_OF_TEXT)
-
-
-def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -> Tokenizer:
-    """Returns BPE trained on the corpus, from `data_dir` if it was trained before.
-
-    It is trained on evenly spaced documents of the train split, about `TRAINING_CHARS` characters.
-    The copy in `data_dir` belongs to this corpus and vocabulary size, and is written atomically.
-    """
-    final = data_dir / "tokenizers" / f"bpe-{vocab_size}-{corpus.fingerprint[:16]}"
-    if not final.exists():
-        trained = train_bpe(_sample(corpus.train), vocab_size)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(final.parent, ".training-") as scratch:
-            trained.save(scratch / "tokenizer")
-            with contextlib.suppress(OSError):  # Another process was faster.
-                os.rename(scratch / "tokenizer", final)
-    return load_tokenizer(final)
-
-
-def _sample(texts: Sequence[str]) -> Iterator[str]:
-    """Yields evenly spaced documents of about `TRAINING_CHARS` characters, or all documents."""
-    probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
-    expected = len(texts) * sum(probe) / len(probe)
-    step = max(1, math.ceil(expected / TRAINING_CHARS))
-    seen = 0
-    for index in range(0, len(texts), step):
-        if seen >= TRAINING_CHARS:  # The probed documents were short.
-            return
-        text = texts[index]
-        seen += len(text)
-        yield text
-
-
-def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    """Returns a tokenizer over bytes that splits words as GPT-2 does."""
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
-def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
-    for name in ("vocab.json", "merges.txt"):
-        if not (directory / name).exists():
-            raise ValueError(f"there is no {name} next to it. Both files are needed.")
-    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
-    inner = _byte_level(models.BPE(vocabulary, _read_merges(directory / "merges.txt")))
-    config = _read_config(directory)
-    if config.get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
-        inner.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        inner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    _add_tokens(inner, config.get("added_tokens_decoder", {}))
-    return _with_special_tokens(inner, directory)
-
-
-def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
-    """Returns the pairs in `path`, in order, without a first line `#version...`."""
-    pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line and not (number == 1 and line.startswith("#version")):
-            pair = tuple(line.split(" "))
-            if len(pair) != 2:
-                raise ValueError(f"merges.txt line {number} is {line!r}: two tokens are needed.")
-            pairs.append(pair)
-    return pairs
-
-
-def _add_tokens(inner: tokenizers.Tokenizer, added: dict[str, Any]) -> None:
-    """Adds the tokens of a `tokenizer_config.json`. Each must get its listed id."""
-    for index, token in sorted(added.items(), key=lambda item: int(item[0])):
-        options = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        wanted = {name: token[name] for name in options if name in token}
-        inner.add_tokens([tokenizers.AddedToken(token["content"], **wanted)])
-        got = inner.token_to_id(token["content"])
-        if got != int(index):
-            raise ValueError(
-                f"tokenizer_config.json gives {token['content']!r} the id {index}, but after the "
-                f"vocabulary it is {got}. The two files belong to different tokenizers."
-            )
-
-
-def _with_special_tokens(inner: tokenizers.Tokenizer, directory: pathlib.Path) -> Tokenizer:
-    config = _read_config(directory)
-    eos = _token(config, "eos_token") or _first(inner, KNOWN_EOS)
-    # A configuration without bos_token, such as Qwen's, means that there is no such token.
-    bos = _token(config, "bos_token") if config else _first(inner, KNOWN_BOS)
-    if eos is None:
-        raise ValueError(
-            f"no token ends a document: none of {', '.join(KNOWN_EOS)} is in its vocabulary. Name "
-            "the token as eos_token in a tokenizer_config.json next to it."
-        )
-    for name, token in (("eos_token", eos), ("bos_token", bos)):
-        if token is not None and inner.token_to_id(token) is None:
-            raise ValueError(f"its {name} {token!r} is not in its vocabulary. Correct it.")
-    return HuggingFaceTokenizer(inner, eos=eos, bos=bos)
-
-
-def _first(inner: tokenizers.Tokenizer, names: Sequence[str]) -> str | None:
-    return next((name for name in names if inner.token_to_id(name) is not None), None)
-
-
-def _token(config: dict[str, Any], name: str) -> str | None:
-    token = config.get(name)
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _read_config(directory: pathlib.Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = {
+            "tokenizer_class": "LlamaTokenizer",
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            **self._rules,
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

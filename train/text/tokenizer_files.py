@@ -1,0 +1,337 @@
+"""Reading tokenizers: `tokenizer.json`, sentencepiece models, `vocab.json` with `merges.txt`.
+
+The rules are those of `transformers` 5 for the same folder. Tokens before and after a text are
+those of the post-processor in `tokenizer.json`; without this file, those of `add_bos_token` and
+`add_eos_token`. `tokenizer_config.json` names the tokens, and `special_tokens_map.json` before it
+in folders of the form that has no `added_tokens_decoder`.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from models.json_files import read_object
+from train.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from train.text.trained_tokenizer import END_OF_TEXT, byte_level
+
+KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+ACCEPTED = (
+    "a tokenizer.json, a sentencepiece .model file, or a folder with one of these, or with "
+    "vocab.json and merges.txt"
+)
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CLASS_NAMES: dict[str, dict[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
+    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>"},
+    "GPT2Tokenizer": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
+    "Qwen2Tokenizer": {"eos_token": END_OF_TEXT},
+}
+"""Names of tokens that a class of `transformers` has where no file gives them."""
+
+
+def load_tokenizer(path: pathlib.Path | str, flag: str = "--tokenizer") -> Tokenizer:
+    """Reads a tokenizer: a tokenizer.json, a sentencepiece .model file, or the folder of one.
+
+    A folder may instead have `vocab.json` and `merges.txt`, the latter with or without its
+    `#version` line.
+
+    Args:
+      path: the file or folder.
+      flag: flag of the path, for messages.
+
+    Raises:
+      FileNotFoundError: the path does not exist, or the folder has no tokenizer.
+      ValueError: a file is damaged, or no token ends a document.
+    """
+    path = pathlib.Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"`{flag}` is '{path}': no such path. Give {ACCEPTED}.")
+    if path.is_dir():
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        files = [path / name for name in names if (path / name).exists()]
+        if not files:
+            there = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+            raise FileNotFoundError(f"`{flag}` is '{path}': it has {there}. Give {ACCEPTED}.")
+        path = files[0]
+    try:
+        return _read(path)
+    except ValueError as error:
+        raise ValueError(f"`{flag}` is '{path}': {error}") from error
+    except Exception as error:  # `tokenizers` raises only `Exception`.
+        reason = " ".join(str(error).split())  # It may have several lines.
+        raise ValueError(
+            f"`{flag}` is '{path}': it cannot be read ({reason}). It may be truncated or of "
+            f"another kind. Give {ACCEPTED}."
+        ) from error
+
+
+def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokenizer:
+    """Returns the tokenizer of a path, or that of the checkpoint if there is no path.
+
+    Raises:
+      ValueError: the checkpoint has no tokenizer, or it is damaged.
+      OSError: a file that cannot be read.
+    """
+    if path is not None:
+        return load_tokenizer(path)
+    try:
+        return load_tokenizer(checkpoint, "--checkpoint")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`: {ACCEPTED}."
+        ) from error
+
+
+def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int) -> str:
+    """Sets the limit of a tokenizer to the embeddings of a model.
+
+    Args:
+      tokenizer: the tokenizer; changed.
+      flag: flag that gave it.
+      model: name of the model.
+      vocab_size: number of its embeddings.
+
+    Returns:
+      A line for the user if some added tokens have no embedding, else "". A text that holds one of
+      them is refused.
+
+    Raises:
+      ValueError: other tokens than added ones have no embedding.
+    """
+    tokenizer.limit = vocab_size
+    if tokenizer.vocab_size <= vocab_size:
+        return ""
+    needed = (*tokenizer.prefix, *tokenizer.suffix, tokenizer.eos_id)
+    base: int = getattr(tokenizer, "base_size", tokenizer.vocab_size)
+    if base > vocab_size or max(needed) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {model} has {vocab_size}: the"
+            f" one of `{flag}` belongs to another model. Pass the tokenizer of this model by"
+            " `--tokenizer`."
+        )
+    last = tokenizer.special.get(tokenizer.vocab_size - 1, "")
+    count = tokenizer.vocab_size - vocab_size
+    return (
+        f"{count} added token(s) of the tokenizer, such as {last!r}, have no embedding in {model}:"
+        " a text that holds one is refused"
+    )
+
+
+def _read(path: pathlib.Path) -> Tokenizer:
+    folder = path.parent
+    settings = _Settings(folder)
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(
+            path.read_bytes(),
+            add_bos=bool(settings.config.get("add_bos_token", True)),
+            add_eos=bool(settings.config.get("add_eos_token", False)),
+            legacy=bool(settings.config.get("legacy", True)),
+            source=settings.source(path),
+        )
+    if path.suffix == ".bin":
+        raise ValueError(
+            "a tokenizer of llama2.c is no longer read. Give the sentencepiece .model file that"
+            " it was exported from."
+        )
+    if path.name in ("vocab.json", "merges.txt"):
+        inner = _read_vocab_and_merges(folder, settings)
+        bos, eos = settings.names(inner)
+        before = [bos] if bos and settings.config.get("add_bos_token") else []
+        after = [eos] if settings.config.get("add_eos_token") else []
+    else:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+        _follow_class(inner, settings)
+        settings.add_tokens(inner)
+        before, after = _added_around(inner)
+        bos, eos = settings.names(inner)
+    _make_special(inner, [bos, eos, *settings.other_special()])
+    source = settings.source(path)
+    return HuggingFaceTokenizer(inner, eos=eos, bos=bos, prefix=before, suffix=after, source=source)
+
+
+_OF_THE_MODEL = ("config.json", "generation_config.json")
+
+
+class _Settings:
+    """The settings of a tokenizer in the files beside it.
+
+    Attributes:
+      config: `tokenizer_config.json` with `special_tokens_map.json` where that comes first.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder, self._read = folder, list[str]()
+        self.config = self._object("tokenizer_config.json")
+        if "added_tokens_decoder" not in self.config:
+            self.config |= self._object("special_tokens_map.json")
+
+    def _object(self, name: str) -> dict[str, Any]:
+        if not (self._folder / name).is_file():
+            return {}
+        if name not in _OF_THE_MODEL:
+            self._read.append(name)
+        return read_object(self._folder / name)
+
+    def source(self, path: pathlib.Path) -> str:
+        """Returns the names of the files that were read."""
+        return ", ".join(dict.fromkeys([path.name, *self._read]))
+
+    @property
+    def class_name(self) -> str:
+        """The class of the tokenizer in `transformers`, or ""."""
+        return str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
+
+    @property
+    def model_type(self) -> str:
+        """The kind of the model, or ""."""
+        return str(self._object("config.json").get("model_type") or "")
+
+    def names(self, inner: tokenizers.Tokenizer) -> tuple[str | None, str]:
+        """Returns the names of the tokens at the beginning (or None) and the end of a document.
+
+        Raises:
+          ValueError: no token ends a document, or a named token is not in the vocabulary.
+        """
+        bos, eos = (self._name(inner, kind) for kind in ("bos", "eos"))
+        if eos is None:
+            known = (name for name in KNOWN_EOS if inner.token_to_id(name) is not None)
+            eos = next(known, None)
+        if eos is None:
+            raise ValueError(
+                f"no token ends a document: none of {', '.join(KNOWN_EOS)} is in its vocabulary."
+                " Name the token as eos_token in a tokenizer_config.json next to it."
+            )
+        for kind, token in (("eos_token", eos), ("bos_token", bos)):
+            if token is not None and inner.token_to_id(token) is None:
+                raise ValueError(f"its {kind} {token!r} is not in its vocabulary. Correct it.")
+        return bos, eos
+
+    def _name(self, inner: tokenizers.Tokenizer, kind: str) -> str | None:
+        """Returns the name of a token: of the files, else of the class, else by the model's id."""
+        if f"{kind}_token" in self.config:
+            return _content(self.config[f"{kind}_token"])
+        usual = _CLASS_NAMES.get(self.class_name, {}).get(f"{kind}_token")
+        if usual is not None and inner.token_to_id(usual) is not None:
+            return usual
+        for name in ("generation_config.json", "config.json"):
+            index = self._object(name).get(f"{kind}_token_id")
+            index = index[0] if isinstance(index, list) and index else index
+            if isinstance(index, int) and (token := inner.id_to_token(index)) is not None:
+                return token
+        return None
+
+    def other_special(self) -> list[str]:
+        """Returns the names of further special tokens."""
+        extra = self.config.get("extra_special_tokens") or []
+        extra = list(extra.values()) if isinstance(extra, Mapping) else list(extra)
+        extra += self.config.get("additional_special_tokens") or []
+        kinds = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+        named = [self.config.get(kind) for kind in kinds]
+        return [name for token in (*named, *extra) if (name := _content(token)) is not None]
+
+    def add_tokens(self, inner: tokenizers.Tokenizer) -> None:
+        """Adds the tokens that the files list beside those of the vocabulary.
+
+        Raises:
+          ValueError: a token does not get its listed id.
+        """
+        added = dict(self.config.get("added_tokens_decoder") or {})
+        if not added:
+            special = {_content(self.config.get(kind)) for kind in ("bos_token", "eos_token")}
+            special |= set(self.other_special())
+            for name, index in self._object("added_tokens.json").items():
+                flags = {"special": name in special, "normalized": name not in special}
+                added[str(index)] = {"content": name, **flags}
+        present = inner.get_added_tokens_decoder()
+        for index, token in sorted(added.items(), key=lambda item: int(item[0])):
+            if int(index) in present:
+                continue
+            options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            wanted = {name: token[name] for name in options if name in token}
+            inner.add_tokens([tokenizers.AddedToken(token["content"], **wanted)])
+            got = inner.token_to_id(token["content"])
+            if got != int(index):
+                raise ValueError(
+                    f"tokenizer_config.json gives {token['content']!r} the id {index}, but after"
+                    f" the vocabulary it is {got}. The two files belong to different tokenizers."
+                )
+
+
+def _content(token: Any) -> str | None:
+    """Returns the name of a token, which old files hold as an object."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _make_special(inner: tokenizers.Tokenizer, names: list[str | None]) -> None:
+    """Makes named tokens of the vocabulary special, if they are not among the added tokens."""
+    added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    for name in dict.fromkeys(names):
+        if name is not None and name not in added and inner.token_to_id(name) is not None:
+            token = tokenizers.AddedToken(name, special=True, normalized=False)
+            inner.add_special_tokens([token])
+
+
+def _added_around(inner: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+    """Returns the names of the tokens that the post-processor adds before and after a text."""
+    if inner.post_processor is None:
+        return [], []
+    inner.encode_special_tokens = True
+    inner.no_truncation()
+    inner.no_padding()
+    encoding = inner.encode("a")
+    mask = encoding.special_tokens_mask
+    if 0 not in mask:
+        return [], []
+    first, last = mask.index(0), len(mask) - mask[::-1].index(0)
+    return encoding.tokens[:first], encoding.tokens[last:]
+
+
+def _follow_class(inner: tokenizers.Tokenizer, settings: _Settings) -> None:
+    """Splits text as the class `LlamaTokenizer` of `transformers` 5 does, whatever the file says.
+
+    The class writes a space at the beginning of a text, and with `legacy` after each special token.
+    """
+    is_bytes = isinstance(inner.decoder, decoders.ByteLevel)
+    kind = settings.model_type
+    if settings.class_name != "LlamaTokenizer" or is_bytes or kind == "mistral":
+        return
+    space, legacy = settings.config.get("add_prefix_space"), settings.config.get("legacy", False)
+    first = "always" if legacy else "first"
+    scheme = "never" if space is False else first
+    inner.normalizer = None  # type: ignore[assignment]
+    inner.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+
+
+def _read_vocab_and_merges(directory: pathlib.Path, settings: _Settings) -> tokenizers.Tokenizer:
+    for name in ("vocab.json", "merges.txt"):
+        if not (directory / name).exists():
+            raise ValueError(f"there is no {name} next to it. Both files are needed.")
+    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    inner = byte_level(models.BPE(vocabulary, _read_merges(directory / "merges.txt")))
+    if settings.class_name == "Qwen2Tokenizer":
+        inner.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    settings.add_tokens(inner)
+    return inner
+
+
+def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
+    """Returns the pairs in `path`, in order, without a first line `#version...`."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line and not (number == 1 and line.startswith("#version")):
+            pair = tuple(line.split(" "))
+            if len(pair) != 2:
+                raise ValueError(f"merges.txt line {number} is {line!r}: two tokens are needed.")
+            pairs.append(pair)
+    return pairs
