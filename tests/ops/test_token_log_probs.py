@@ -202,6 +202,13 @@ def test_the_backward_pass_holds_no_cast_head_and_the_lse_beside_exact_hidden_st
         assert held == codec.stored_bytes(hidden.shape, hidden.dtype) + extra
 
 
+def test_a_barrier_keeps_the_two_passes_apart():
+    # Without it XLA could merge the logits of both passes in the last chunk, and hold them. XLA for
+    # CPUs removes barriers, so the program is looked at before.
+    fun = lambda *args: jnp.sum(token_log_probs(*args, LABELS))  # noqa: E731
+    assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun))(*problem()))
+
+
 # Transformations.
 
 
