@@ -1,8 +1,8 @@
 """Log-probabilities of tokens from hidden states, a chunk of tokens at a time.
 
-Losses of preferences and policies weigh tokens by what they know after the forward pass only. The
-backward pass therefore computes the logits of a chunk again, where that of `cross_entropy` scales
-gradients that the forward pass computed.
+Losses of preferences and policies know the weights of tokens after the forward pass only. The
+backward pass therefore computes the logits of a chunk again. The backward pass of `cross_entropy`
+only scales gradients that its forward pass computed.
 """
 
 import functools
