@@ -52,6 +52,7 @@ from actjax.ops import rms_norm as rms_norm
 from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
+from actjax.ops import token_log_probs as token_log_probs
 from actjax.residuals.candidates import Candidate as Candidate
 from actjax.residuals.function import compress_residuals as compress_residuals
 from actjax.weights.frozen import FrozenWeight as FrozenWeight

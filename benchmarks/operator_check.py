@@ -37,6 +37,11 @@ def _cross_entropy(hidden: jax.Array, head: jax.Array, **_: Any) -> jax.Array:
     return actjax.cross_entropy(hidden, head, targets)
 
 
+def _token_log_probs(hidden: jax.Array, head: jax.Array, codec: Any, key: Any) -> jax.Array:
+    labels = jnp.arange(hidden.shape[0]) * 7 % head.shape[1]
+    return actjax.token_log_probs(hidden, head, labels, codec=codec, key=key)
+
+
 _X, _SCALE, _W, _GATE = (512, 256), (256,), (256, 192), (512, 341)
 _QKV = ((2, 256, 4, 64),) * 3
 _EXACT, _FOUR = actjax.Exact(), actjax.Quantized(4)
@@ -56,6 +61,8 @@ CASES: dict[str, Case] = {
     "attention": Case(actjax.attention, (_EXACT,) * 3, _QKV),
     "attention, 4 bits": Case(actjax.attention, (_FOUR,) * 3, _QKV),
     "cross_entropy": Case(_cross_entropy, (), (_X, (256, 1000))),
+    "token_log_probs": Case(_token_log_probs, (_EXACT,), (_X, (256, 1000))),
+    "token_log_probs, 4 bits": Case(_token_log_probs, (_FOUR,), (_X, (256, 1000))),
 }
 
 

@@ -21,7 +21,7 @@ def log_likelihoods(
 ) -> np.ndarray:
     """Returns the log-probability of each continuation after its prompt, [B] float32, in nats.
 
-    It is the sum over the tokens of the continuation. Logits exist for one continuation at a time.
+    It is the sum over the tokens of the continuation. Logits exist for a chunk of tokens at a time.
 
     Args:
       model: as for `models.generation.generate`.
@@ -88,10 +88,5 @@ def _log_likelihoods(
     columns = jnp.arange(labels.shape[1])
     places = jnp.minimum(starts[:, None] - 1 + columns, tokens.shape[1] - 1)
     hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
-    mask = (columns < counts[:, None]).astype(jnp.float32)
-
-    def sum_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        hidden, labels, mask = row
-        return -actjax.cross_entropy(hidden, model.head, labels, mask=mask) * mask.sum()
-
-    return jax.lax.map(sum_row, (hidden, labels, mask))
+    mask = columns < counts[:, None]
+    return actjax.token_log_probs(hidden, model.head, labels, mask=mask).sum(axis=1)

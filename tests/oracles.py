@@ -542,3 +542,36 @@ def cross_entropy_vjp(
         dhidden[t] = head @ dlogits
         dhead += np.outer(hidden[t], dlogits)
     return dhidden, dhead
+
+
+def token_log_probs(hidden: npt.ArrayLike, head: npt.ArrayLike, labels: npt.ArrayLike) -> Array:
+    """Returns `logit_label - lse` of each token, [...].
+
+    `logits = hidden head`, `lse = log Σ exp(logits)`: the logarithm of the softmax at the label.
+    `hidden` is [..., d], `head` [d, V] and `labels` [...].
+    """
+    hidden, head, labels = _f64(hidden), _f64(head), np.asarray(labels)
+    out = np.zeros(labels.shape)
+    for t in np.ndindex(labels.shape):
+        logits = hidden[t] @ head
+        out[t] = logits[labels[t]] - _log_sum_exp(logits)
+    return out
+
+
+def token_log_probs_vjp(
+    hidden: npt.ArrayLike, head: npt.ArrayLike, labels: npt.ArrayLike, dy: npt.ArrayLike
+) -> tuple[Array, Array]:
+    """Returns `dhidden` [..., d] and `dhead` [d, V] of `token_log_probs`.
+
+    With `P = softmax(logits)`: `dlogits = dy (onehot - P)`, `dhidden = dlogits headᵀ`,
+    `dhead = hiddenᵀ dlogits`. `dy` is [...].
+    """
+    hidden, head, labels, dy = _f64(hidden), _f64(head), np.asarray(labels), _f64(dy)
+    dhidden, dhead = np.zeros_like(hidden), np.zeros_like(head)
+    for t in np.ndindex(labels.shape):
+        logits = hidden[t] @ head
+        dlogits = -dy[t] * np.exp(logits - _log_sum_exp(logits))
+        dlogits[labels[t]] += dy[t]
+        dhidden[t] = head @ dlogits
+        dhead += np.outer(hidden[t], dlogits)
+    return dhidden, dhead

@@ -103,6 +103,16 @@ OPERATORS = {
             exactly("cross_entropy", "next token inverse sum of mask"),
         },
     ),
+    "token_log_probs": (
+        lambda x, w, labels: actjax.token_log_probs(neg(x), w, labels, name="next"),
+        (array(6, 8), array(8, 9), array(6, dtype="int32")),
+        {
+            exactly("token_log_probs", "next hidden", 6, 8),
+            exactly("token_log_probs", "next log-sum-exp", 6),
+            argument("[1]", 8, 9),
+            argument("[2]", 6, dtype="int32"),
+        },
+    ),
 }
 
 

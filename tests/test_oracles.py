@@ -12,6 +12,7 @@ LLAMA3 = {  # Llama 3.1 has heads of 128 features and a theta of 500,000.
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LABELS = np.array([[3, 0, 4], [0, 1, 3]])
 POSITIONS = np.array([1, 2, 9])
 CONV = (2, 1), ((1, 2), (0, 2)), (1, 2), 2
 """Strides, padding, dilation and groups."""
@@ -97,6 +98,11 @@ VJPS = {
     "attention": of_attention(False, None, (4, 2)),
     "attention, causal": of_attention(True, None, (3, 3)),
     "attention, window": of_attention(True, 2, (2, 1)),
+    "token_log_probs": (
+        lambda hidden, head: oracles.token_log_probs(hidden, head, LABELS),
+        lambda hidden, head, dy: oracles.token_log_probs_vjp(hidden, head, LABELS, dy),
+        [(2, 3, 4), (4, 5)],
+    ),
 }
 
 
@@ -142,6 +148,13 @@ def test_cross_entropy_ignores_masked_labels_and_does_not_overflow(rng):
         gradients = oracles.cross_entropy_vjp(hidden, head, ignored, mask)
     assert got == oracles.cross_entropy(hidden, head, valid, mask)
     assert_gradients_close(gradients, oracles.cross_entropy_vjp(hidden, head, valid, mask))
+
+
+def test_cross_entropy_is_the_mean_of_negative_log_probabilities_of_tokens(rng):
+    hidden, head = rng.normal(size=(2, 3, 4)), rng.normal(size=(4, 5))
+    log_probs = oracles.token_log_probs(hidden, head, LABELS)
+    want = oracles.cross_entropy(hidden.reshape(6, 4), head, LABELS.reshape(6))
+    assert -log_probs.mean() == pytest.approx(want, rel=1e-13)
 
 
 # Low rank.

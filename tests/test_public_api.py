@@ -117,6 +117,7 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("Choice", "Compressed", "Controller", "compress"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
+        "token_log_probs",
         *("conv", "embedding", "gelu", "layer_norm"),
         *("attention_linear", "gelu_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
         *("FrozenWeight", "LoRA", "LowRankSum", "NF4Weight"),

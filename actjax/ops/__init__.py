@@ -11,6 +11,7 @@ from actjax.ops.linear import linear, qkv_projection
 from actjax.ops.norm import rms_norm
 from actjax.ops.rebuilt_input import attention_linear, gelu_linear, norm_linear, swiglu_linear
 from actjax.ops.rope import rope
+from actjax.ops.token_log_probs import token_log_probs
 
 __all__ = [
     "HeadNorm",
@@ -29,4 +30,5 @@ __all__ = [
     "rope",
     "swiglu",
     "swiglu_linear",
+    "token_log_probs",
 ]

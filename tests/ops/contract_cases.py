@@ -14,7 +14,17 @@ from ops.attention_cases import rotated_oracle
 from ops.helpers import KEY, normal, tables
 from ops.operator_cases import DRAWN, MIXED, NEAREST, OPERATORS, Operator
 
-from actjax import Codec, Quantized, attention, conv, gelu, layer_norm, rms_norm, swiglu
+from actjax import (
+    Codec,
+    Quantized,
+    attention,
+    conv,
+    gelu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+    token_log_probs,
+)
 
 EPS = 0.1
 JOINED = Quantized(4, group=5)
@@ -164,6 +174,20 @@ def conv_vjp(xs: Any, ws: Any, dz: Any) -> Any:
     return (dx,), (dw,)
 
 
+LABELS = np.int32([3, 0, 6, 3, 5])
+"""Labels of the tokens of each example, so that examples in any order have the same."""
+
+
+def labels_of(hidden: Any) -> np.ndarray:
+    """Returns the labels of hidden states [..., d]."""
+    return np.resize(LABELS, hidden.shape[:-1])
+
+
+def log_probs_vjp(xs: Any, heads: Any, dy: Any) -> Any:
+    dhidden, dhead = oracles.token_log_probs_vjp(*xs, *heads, labels_of(*xs), dy)
+    return (dhidden,), (dhead,)
+
+
 CASES = {
     "rms_norm": Case(
         lambda xs, p, **options: rms_norm(*xs, *p, eps=EPS, **options),
@@ -197,6 +221,15 @@ CASES = {
         attention_vjp,
         ((2, 5, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)), (), (DRAWN, NEAREST, NEAREST),
         ("mine q", "mine k", "mine v"), "attention", tables=2 * 5 * 2 * 4,
+    ),
+    "token_log_probs": Case(
+        lambda xs, heads, **options: token_log_probs(
+            *xs, *heads, labels_of(*xs), chunk=3, **options
+        ),
+        lambda xs, heads: oracles.token_log_probs(*xs, *heads, labels_of(*xs)),
+        log_probs_vjp,
+        ((2, 5, 8),), ((8, 7),), (DRAWN,), ("mine hidden",), "token_log_probs",
+        folds_key=False, tables=LABELS.nbytes * 2,
     ),
     **{
         name if name == "linear" else f"{name}_linear": of_weights(name, operator)

@@ -145,7 +145,7 @@ def test_gradients_are_differences_of_values(name):
         np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu, erf", "layer_norm", "conv"])
+@pytest.mark.parametrize("name", ["gelu", "gelu, erf", "layer_norm", "conv", "token_log_probs"])
 def test_second_derivatives_without_a_codec_are_differences_of_gradients(name, x64):
     (x,), others = CASES[name].arguments()
 
@@ -171,6 +171,11 @@ def test_second_derivatives_of_codes_are_refused(name):
         jax.eval_shape(jax.jacobian(slope), inputs, others)
 
 
+STORES_MORE = ("attention", "token_log_probs")
+"""Operators that store what they computed too, beside exact inputs: see `test_attention_memory.py`
+and `test_token_log_probs.py`."""
+
+
 @every_case
 def test_the_backward_pass_holds_codes_and_the_other_arguments(name):
     case = CASES[name]
@@ -178,8 +183,8 @@ def test_the_backward_pass_holds_codes_and_the_other_arguments(name):
     choices = [(case.codecs, "bfloat16"), (case.codecs, "float32")]
     choices += [((codec,) * len(case.inputs), "float32") for codec in (Exact(), *low_rank)]
     for codecs, dtype in choices:
-        if codecs[0] == Exact() and name == "attention":
-            continue  # It stores its output too: test_attention_memory.py.
+        if codecs[0] == Exact() and name in STORES_MORE:
+            continue
         inputs, others = case.arguments(dtype)
 
         def fun(inputs, others, codecs=codecs):
@@ -193,8 +198,8 @@ def test_the_backward_pass_holds_codes_and_the_other_arguments(name):
 
 @every_case
 def test_without_a_codec_the_backward_pass_holds_the_arguments_themselves(name):
-    if name.startswith("attention"):
-        return  # It stores its output too, or its inputs with merged heads.
+    if name in STORES_MORE or name == "attention_linear":
+        return  # The latter stores its inputs with merged heads.
     case = CASES[name]
     inputs, others = case.arguments()
     program = jax.make_jaxpr(lambda *args: jax.vjp(case.call, *args)[1])(inputs, others).jaxpr
@@ -303,6 +308,9 @@ def layer_of_all_operators(x, p, sizes):
     y = call("norm_linear", actjax.norm_linear, (y,), scale, w)
     y = call("swiglu_linear", actjax.swiglu_linear, (0.5 * y, -y), w)
     y = call("gelu_linear", actjax.gelu_linear, (y,), w)
+    labels = np.arange(512) % 64
+    log_probs = call("token_log_probs", actjax.token_log_probs, (y,), w, labels)
+    y += log_probs[:, None]
     return call("attention_linear", actjax.attention_linear, heads(y), w).reshape(512, 64)
 
 

@@ -32,6 +32,7 @@ def losses(x, ids, w, scale, table):
         ),
         "embedding": (lambda table: actjax.embedding(table, ids), table),
         "cross_entropy": (lambda x, w: actjax.cross_entropy(x.reshape(-1, 32), w, flat), x, w),
+        "token_log_probs": (lambda x, w: actjax.token_log_probs(x, w, ids % 16, codec=Q4), x, w),
     }
 
 

@@ -14,6 +14,7 @@ from ops.helpers import KEY, ones, tables
 from actjax import (
     Exact,
     FrozenWeight,
+    LoRA,
     Quantized,
     RandomizedSVD,
     RandomProjection,
@@ -31,6 +32,7 @@ from actjax import (
     rope,
     swiglu,
     swiglu_linear,
+    token_log_probs,
 )
 
 DITHER = Quantized(2, group=4, rounding="dither")
@@ -68,6 +70,7 @@ CALLS = {
     linear: (X, W), conv: (IMAGE, WINDOW), norm_linear: (X, S, W), gelu_linear: (X, W),
     rms_norm: (X, S), layer_norm: (X, S, S), gelu: (X,), swiglu_linear: (X, X, W),
     swiglu: (X, X), attention_linear: (Q, K, K, W), attention: (Q, K, K),
+    token_log_probs: (HIDDEN, HEAD, LABELS),
 }  # fmt: skip
 """Operators that take a codec and a key, and arguments."""
 INPUTS = {
@@ -99,6 +102,7 @@ NAMES = {
     **dict.fromkeys((linear, conv), "x w"), norm_linear: "x _ w", gelu_linear: "x w",
     rms_norm: "x _", layer_norm: "x scale bias", gelu: "x", swiglu_linear: "gate up w",
     swiglu: "gate up", attention_linear: "q k v w", attention: "q k v",
+    token_log_probs: "hidden head _",
 }  # fmt: skip
 """Names of the arguments, or _ where an integer is allowed."""
 
@@ -230,6 +234,9 @@ VALUE_ERRORS = [
                                                            "got 0."),
     (lambda: cross_entropy(ones(0, 4), ones(4, 5), LABELS[:0]),
      "`hidden` must hold at least one token"),
+    # token_log_probs, which has the checks of cross_entropy
+    (lambda: token_log_probs(HIDDEN, ones(11, 6), LABELS), "`head` must be [d, V] with d = (6,)"),
+    (lambda: token_log_probs(HIDDEN, HEAD, LABELS, chunk=0), "`chunk` must be at least 1 token"),
 ]  # fmt: skip
 TYPE_ERRORS = [
     (lambda: linear([1.0], W), "got list"),
@@ -253,6 +260,9 @@ TYPE_ERRORS = [
      "`labels` must be an array of integers, got float32."),
     (lambda: cross_entropy(integers(13, 6), HEAD, LABELS), f"`hidden` {FLOATS}"),
     (lambda: cross_entropy(HIDDEN, integers(6, 11), LABELS), f"`head` {FLOATS}"),
+    *((lambda fun=fun: fun(HIDDEN, LoRA(HEAD, ones(6, 2), ones(2, 11)), LABELS),
+       "`head` is a LoRA, which only linear operators accept: pass `head.merged()`.")
+      for fun in (cross_entropy, token_log_probs)),
 ]  # fmt: skip
 
 
