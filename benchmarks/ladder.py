@@ -29,7 +29,7 @@ from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.resolve import dimensions
 from train.text.corpus import open_corpus
 from train.text.data import ValidationSet, train_batches, validation_batches
-from train.text.tokenizer import default_tokenizer
+from train.text.trained_tokenizer import default_tokenizer
 
 RUNGS = {
     "plain": "plain JAX, optax.adamw",

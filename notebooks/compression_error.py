@@ -53,7 +53,8 @@ from train.run.step import init_state, make_train_step
 from train.settings.config import PretrainConfig
 from train.text.corpus import open_corpus
 from train.text.data import train_batches
-from train.text.tokenizer import default_tokenizer, tokenizer_of
+from train.text.tokenizer_files import tokenizer_of
+from train.text.trained_tokenizer import default_tokenizer
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
 console = Console(width=120, force_terminal=False, force_jupyter=False, color_system=None)

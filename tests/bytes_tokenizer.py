@@ -1,15 +1,21 @@
 """A tokenizer for tests: one token a byte."""
 
-from train.text.tokenizer import Tokenizer
+from train.text.special_tokens import unmarked
+from train.text.tokenizer import Encoded, Tokenizer
 
 
 class Bytes(Tokenizer):
     """A tokenizer of bytes with a separate token at the beginning of a document."""
 
-    vocab_size, bos_id, eos_id, fingerprint = 258, 256, 257, "bytes"
+    vocab_size, prefix, eos_id, fingerprint = 258, (256,), 257, "bytes"
 
     def encode(self, text):
         return list(text.encode())
+
+    def encode_marked(self, text):
+        text = unmarked(text)
+        ends = [i + 1 for i, letter in enumerate(text) for _ in letter.encode()]
+        return Encoded(self.encode(text), ends)
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from rich.console import Console
 
@@ -55,13 +56,11 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
     with hosts.failing_together():
         model_config = dimensions(user_config, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
-        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        sizes["special_tokens"] = user_config.data.special_tokens
+        how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        how["special_tokens"] = user_config.data.special_tokens
         part = rows_of_process(mesh, config.batch_size)
-        batches = train_batches(corpus, tokenizer, seed=config.seed, part=part, **sizes)
-        validation = validation_batches(
-            corpus, tokenizer, eval_batches=config.eval_batches, **sizes
-        )
+        batches = train_batches(corpus, tokenizer, seed=config.seed, part=part, **how)
+        validation = validation_batches(corpus, tokenizer, eval_batches=config.eval_batches, **how)
     return begin(
         user_config,
         recipe,

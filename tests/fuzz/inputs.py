@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from models import Decoder, ModelConfig, huggingface
 from models.lora import LoRAConfig, init_adapters
 from models.peft import save_adapters
-from train.text.tokenizer import train_bpe
+from train.text.trained_tokenizer import train_bpe
 
 Flags = dict[str, str | None]
 """Values by flag; None for a switch."""

@@ -12,14 +12,9 @@ from tests.train.example_files import open_path, write_rows
 from tests.train.runs import share_steps
 from train import evaluate
 from train.text.examples import Examples
-from train.text.tokenizer import (
-    END_OF_TEXT,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from train.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from train.text.tokenizer_files import load_tokenizer
+from train.text.trained_tokenizer import END_OF_TEXT, train_bpe
 
 TEXTS = [f"The quick brown fox number {i} asks: why?\nBecause it can.\n" for i in range(50)]
 

@@ -15,7 +15,7 @@ from models import Decoder, huggingface
 from train.evaluate import run
 from train.evaluation.config import EvaluateConfig, TextConfig, WritingConfig
 from train.evaluation.questions import QuestionConfig
-from train.text.tokenizer import train_bpe
+from train.text.trained_tokenizer import train_bpe
 
 MODEL = dataclasses.replace(
     tiny.CONFIG, vocab_size=300, num_layers=2, max_seq_len=256, norm_eps=1e-5, tie_embeddings=True

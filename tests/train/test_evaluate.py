@@ -26,7 +26,7 @@ from tests.train.evaluations import (
 from train import evaluate
 from train.evaluate import run, text_after
 from train.run.loop import BadRunError
-from train.text.tokenizer import load_tokenizer
+from train.text.tokenizer_files import load_tokenizer
 
 # ----- text
 

@@ -9,7 +9,7 @@ from models import huggingface
 from tests.train.evaluations import CHOICES, SUMS, asked, lines, log_softmax, quietly
 from train import evaluate
 from train.run.loop import BadRunError
-from train.text.tokenizer import load_tokenizer
+from train.text.tokenizer_files import load_tokenizer
 
 
 def test_numbers_are_read_from_written_answers(folder, says, tmp_path):

@@ -24,7 +24,7 @@ from train.run.step import model_of
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
 from train.settings.data import ExampleConfig
 from train.settings.options import ADAPTERS, MethodOptions
-from train.text.tokenizer import train_bpe
+from train.text.trained_tokenizer import train_bpe
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 DIMS = ModelConfig(300, 32, 48, 2, 4, num_kv_heads=2, max_seq_len=64)

@@ -22,7 +22,7 @@ from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import FULL_WEIGHTS, MethodOptions
 from train.settings.resolve import dimensions
-from train.text.tokenizer import train_bpe
+from train.text.trained_tokenizer import train_bpe
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
 

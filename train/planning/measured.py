@@ -140,8 +140,11 @@ def open_measured(
         corpus = Corpus(data.data, texts, texts[:1], fingerprint="")
     else:
         corpus = open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
-    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len, "seed": train.seed}
-    with contextlib.closing(train_batches(corpus, tokenizer, part=(0, 1), **sizes)) as rows:
+    rows_of = functools.partial(
+        train_batches, batch_size=train.batch_size, seq_len=train.seq_len, seed=train.seed
+    )
+    special = data.special_tokens
+    with contextlib.closing(rows_of(corpus, tokenizer, special_tokens=special)) as rows:
         taken = itertools.islice(rows, config.batches)
         batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
     return Measured(model, batches, config)

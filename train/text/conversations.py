@@ -110,8 +110,8 @@ def _check_fields(message: Mapping[str, Any], number: int, template: ChatTemplat
     for name, value in message.items():
         if name not in _KNOWN and name not in template.source and value not in (None, "", [], {}):
             raise ValueError(
-                f"field '{name}' of message {number} has no meaning here, and the chat template does"
-                " not read it: remove it, or name what it means"
+                f"field '{name}' of message {number} has no meaning here, and the chat template"
+                " does not read it: remove it"
             )
 
 

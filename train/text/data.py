@@ -163,6 +163,7 @@ def validation_batches(
       batch_size: rows of a batch.
       seq_len: tokens of a row.
       eval_batches: largest number of batches.
+      special_tokens: as for `train_batches`.
 
     Raises:
       ValueError: a size is below 1, or the split has fewer than two tokens.

@@ -13,12 +13,13 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import sentencepiece
 import tokenizers
-from sentencepiece import sentencepiece_pb2
+from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
 from train.text.special_tokens import MARK, pattern_of, split_marked, unmarked
 
@@ -64,7 +65,7 @@ class Tokenizer(abc.ABC):
     eos_id: int
     bos_token: str | None = None
     eos_token: str = ""
-    special: dict[int, str] = {}
+    special: Mapping[int, str] = types.MappingProxyType({})
     fingerprint: str
     source: str = ""
     limit: int | None = None
@@ -356,7 +357,7 @@ class SentencePieceTokenizer(Tokenizer):
         letters, ahead = unmarked(part), "" if begins else "\n"
         places = [i + 1 for i, letter in enumerate(part) if letter != MARK]
         data = self._inner.encode(ahead + letters, out_type="serialized_proto")
-        pieces = sentencepiece_pb2.SentencePieceText.FromString(data).pieces
+        pieces = SentencePieceText.FromString(data).pieces
         # The places of pieces are bytes.
         bytes_until = itertools.accumulate(len(letter.encode()) for letter in ahead + letters)
         until = {0: 0} | {size: i + 1 for i, size in enumerate(bytes_until)}

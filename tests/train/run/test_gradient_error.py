@@ -28,7 +28,7 @@ from train.settings import cli
 from train.settings.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions
-from train.text.tokenizer import train_bpe
+from train.text.trained_tokenizer import train_bpe
 
 TINY = dataclasses.replace(CONFIG, vocab_size=300)
 CODE = "Quantized(3, group=16)"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from train.text.corpus import Corpus
 from train.text.data import ValidationSet, train_batches, validation_batches
-from train.text.tokenizer import Tokenizer, train_bpe
+from train.text.tokenizer import Tokenizer
+from train.text.trained_tokenizer import train_bpe
 
 DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
 HELD_OUT = ["held out ünë " * 3, "", "another one"]

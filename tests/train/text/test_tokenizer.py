@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 from tests.train.runs import REPOSITORY
 from train.text import tokenizer as tokenizer_lib
 from train.text.corpus import Corpus
-from train.text.tokenizer import (
-    END_OF_TEXT,
-    Tokenizer,
-    default_tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from train.text.tokenizer import Tokenizer
+from train.text.tokenizer_files import load_tokenizer
+from train.text.trained_tokenizer import END_OF_TEXT, default_tokenizer, train_bpe
 
 SENTENCES = [f"The quick brown fox number {i} jumps over the lazy dog.\n" for i in range(50)]
 AWKWARD = "Hello  world\n\tdéjà vu <|endoftext|> </s> 日本 🙂\x00 12345 it's\r\n"
@@ -105,7 +101,7 @@ def test_sizes_and_special_tokens_of_vocabularies(bpe, pieces):
 
 def test_training_is_the_same_in_another_process_and_vocabularies_have_fingerprints(bpe):
     program = (
-        "from train.text.tokenizer import train_bpe; "
+        "from train.text.trained_tokenizer import train_bpe; "
         f"print(train_bpe({SENTENCES!r}, 300).fingerprint, end='')"
     )
     done = subprocess.run(
