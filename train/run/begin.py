@@ -16,6 +16,7 @@ from rich.console import Console
 from actjax.formats.packing import BITS
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
+from train.run.export import ADAPTER, MODEL, TOKENIZER, check_target, save_tokenizer
 from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
@@ -71,6 +72,7 @@ def begin(
         folder.
     """
     config = recipe.config
+    check_target(user_config.export)
     parts = {
         "model": config.model_config,
         "data": fingerprint,
@@ -122,6 +124,7 @@ def begin(
         state = reformatted(state)
         if hosts.is_main() and int(state.step) < config.steps:
             write_settings(config.folder, user_config)
+        save_tokenizer(tokenizer, config.folder)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
@@ -159,7 +162,7 @@ def _check_folder(folder: pathlib.Path) -> None:
         for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
             if (folder / name).is_dir():
                 raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
-        for name in ("checkpoints", "tensorboard", "adapter", "model"):
+        for name in ("checkpoints", "tensorboard", ADAPTER, MODEL, TOKENIZER):
             if (folder / name).exists() and not (folder / name).is_dir():
                 raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
         read_metrics(folder / "metrics.jsonl")

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 
@@ -38,14 +39,17 @@ class Checkpoints:
     checkpoint unchanged.
     """
 
-    def __init__(self, directory: pathlib.Path, keep: int):
+    def __init__(self, directory: pathlib.Path, keep: int, *, read_only: bool = False):
         """Opens the folder, and makes it if it is missing.
 
         Args:
           directory: folder of the checkpoints.
           keep: number of latest checkpoints to keep.
+          read_only: whether the folder is only read.
         """
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep, create=not read_only, read_only=read_only
+        )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def latest_step(self) -> int | None:
@@ -99,6 +103,34 @@ class Checkpoints:
         restored = self._read(step, state=state, data=data)
         leaves = [restored["state"][name] for name in leaves]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
+
+    def read_latest(self, prefix: str) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
+        """Returns the last step, its identity, and some arrays of its state, by path.
+
+        Args:
+          prefix: beginning of the paths of the arrays; the paths that are returned lack it.
+
+        Raises:
+          ValueError: the checkpoint is damaged.
+        """
+        step = self.latest_step()
+        if step is None:
+            raise ValueError(f"{self._manager.directory} holds no complete checkpoint.")
+        identity = self._read(step, identity=ocp.args.JsonRestore())["identity"]
+        reader, path = ocp.PyTreeCheckpointer(), self._manager.directory / str(step) / "state"
+        try:
+            known = reader.metadata(path).item_metadata.tree
+            like = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+                for name, x in known.items()
+                if name.startswith(prefix)
+            }
+            on_host = dict.fromkeys(like, ocp.RestoreArgs(restore_type=np.ndarray))
+            options = {"item": like, "restore_args": on_host, "partial_restore": True}
+            arrays = reader.restore(path, args=ocp.args.PyTreeRestore(**options))
+        except Exception as error:  # The layers below orbax raise various errors on a torn file.
+            raise self._damaged(step, type(error).__name__) from error
+        return step, identity, {name.removeprefix(prefix): x for name, x in arrays.items()}
 
     def _read(self, step: int, **items: Any) -> Any:
         # Threads that still read after an error print nothing: their tracebacks ("Event loop is

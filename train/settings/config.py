@@ -176,6 +176,9 @@ class RunConfig:
     out: pathlib.Path | None = None
     """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. Default:
     runs/MODEL-METHOD."""
+    export: pathlib.Path | None = None
+    """Also write the result to this folder, as Hugging Face has it. If `--out` holds a run and
+    `--resume` is not given, nothing is trained: the folder is made of its last checkpoint."""
     resume: bool = False
     """Continue from the last checkpoint in `--out`, or from the start if there is none. The same
     settings give the same bits as an unbroken run. Model, text, batch, seed, weights and the form
@@ -244,6 +247,9 @@ class PretrainConfig(RunConfig):
     model: str = "llama_9m"
     """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
     the tokenizer."""
+    checkpoint: str = ""
+    """Begin with the weights and the tokenizer of this checkpoint (a Hugging Face folder or a run)
+    instead of random weights of `--model`."""
     model_vocab_size: int = 0
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""
@@ -251,8 +257,8 @@ class PretrainConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "method", "data.data", "steps", "batch_size", "seq_len", "learning_rate"),
-            *("weight_dtype", "out", "resume"),
+            *("model", "checkpoint", "method", "data.data", "steps", "batch_size", "seq_len"),
+            *("learning_rate", "weight_dtype", "out", "resume", "export"),
         ),
         **_TRAINING,
         "Text and tokenizer": ("data", "model_vocab_size"),
@@ -274,11 +280,17 @@ class PretrainConfig(RunConfig):
     @property
     def title(self) -> str:
         """Name of the model."""
-        return self.model
+        return name_of(self.checkpoint) if self.checkpoint else self.model
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, math.inf, "model_vocab_size")
+        if self.checkpoint and (self.model != type(self).model or self.model_vocab_size):
+            name = "--model" if self.model != type(self).model else "--model-vocab-size"
+            raise ValueError(
+                f"`{name}` has no effect with `--checkpoint`, whose dimensions the model has: drop"
+                " one of both."
+            )
         trains_tokenizer = self.data.tokenizer is None
         if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
             raise ValueError(
@@ -286,6 +298,12 @@ class PretrainConfig(RunConfig):
                 f" {self.data.vocab_size} tokens of the tokenizer (`--vocab-size`): raise it, or"
                 " lower `--vocab-size`."
             )
+
+
+def name_of(checkpoint: str) -> str:
+    """Returns the name of a checkpoint: of its folder, or of the run that holds it."""
+    path = pathlib.Path(checkpoint).expanduser()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +372,7 @@ class FinetuneConfig(RunConfig):
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
             *("checkpoint", "data.data", "method", "steps", "batch_size", "seq_len"),
-            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume"),
+            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
         ),
         "Examples": ("tokenizer", "data"),
         "Adapters": ("adapter",),
@@ -371,7 +389,7 @@ class FinetuneConfig(RunConfig):
     @property
     def title(self) -> str:
         """Name of the checkpoint."""
-        return pathlib.Path(self.checkpoint).stem
+        return name_of(self.checkpoint)
 
     def __post_init__(self) -> None:
         super().__post_init__()
