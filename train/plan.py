@@ -35,7 +35,7 @@ from train.planning.estimate import Compiled, bytes_of_device, compile_plan, mak
 from train.planning.gpus import GIB
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.planning.stages import METHODS, OPTIONS, stages
-from train.planning.tables import chosen_flags, flags, size_text, table_of
+from train.planning.tables import chosen_flags, flags, rare_settings, size_text, table_of
 from train.run.gradient_error import WHOLE
 from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
@@ -241,7 +241,11 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
                 f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
                 highlight=False,
             )
-            print(_command(compiled.plan.config, config))
+            command = _command(compiled.plan.config, config)
+            if rare := rare_settings(compiled.plan.config):
+                console.print("write this into plan.yaml:\n", *rare, "", sep="\n", highlight=False)
+                command += " --config plan.yaml"
+            print(command)
             return True
     if tried:
         console.print(table_of(tried, config.train, config.device))

@@ -16,7 +16,7 @@ from train.plan import parse_budget as parse_bytes
 from train.planning.devices import HERE
 from train.planning.estimate import compile_plan, make_plan
 from train.planning.stages import stages
-from train.planning.tables import flags
+from train.planning.tables import flags, rare_settings
 from train.settings import cli
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
@@ -64,6 +64,23 @@ def test_flags_give_the_settings_back():
         ),
     ):
         assert cli.from_arguments(PretrainConfig, shlex.split(flags(config))) == config
+        assert rare_settings(config) == []
+
+
+def test_rare_settings_are_the_lines_of_a_file(tmp_path):
+    config = PretrainConfig(
+        method="lean_subspace",
+        options=MethodOptions(scale=0.5, gap=5),
+        optimizer=OptimizerConfig(beta2=0.99),
+        z_loss=1e-5,
+        keep=3,
+    )
+    assert flags(config) == "--method lean_subspace --gap 5"
+    lines = rare_settings(config)
+    assert lines == ["scale: 0.5", "beta2: 0.99", "z_loss: 1e-05", "keep: 3"]
+    (tmp_path / "plan.yaml").write_text("\n".join(lines))
+    command = [*shlex.split(flags(config)), "--config", str(tmp_path / "plan.yaml")]
+    assert cli.parse(PretrainConfig, "train.pretrain", args=command) == config
 
 
 def test_plans_begin_with_those_that_cost_no_quality():
@@ -89,7 +106,9 @@ def test_options_of_other_methods_are_left_out_of_a_plan():
         assert config.options.adapt_every == (7 if config.method in ("gact", "lean") else 1000)
 
 
-def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, monkeypatch):
+def test_the_fastest_plan_that_fits_is_printed_with_its_command(
+    tiny, capsys, monkeypatch, tmp_path
+):
     # The first plan fits and is the fastest, so only that one is compiled.
     compiled = []
 
@@ -99,7 +118,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
 
     monkeypatch.setattr(plan, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(tiny, method="remat")
+    train = dataclasses.replace(tiny, method="remat", z_loss=1e-4)
     done, text = printed(PlanConfig(train, budget=str(limit)))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
@@ -108,7 +127,10 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     (one,) = compiled
     assert one.peak <= limit
     assert f": {one.peak / 2**20:.2f} MiB" in " ".join(text.split())
-    assert cli.from_arguments(PretrainConfig, arguments) == one.plan.config
+    assert "write this into plan.yaml:\n\nz_loss: 0.0001\n" in text
+    (tmp_path / "plan.yaml").write_text("z_loss: 0.0001")
+    monkeypatch.chdir(tmp_path)
+    assert cli.parse(PretrainConfig, "train.pretrain", args=arguments) == one.plan.config
     # Without a budget, the same plan is printed as a table. It is compiled already.
     monkeypatch.setattr(plan, "make_plan", lambda *_: one.plan)
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)

@@ -33,8 +33,13 @@ class TextConfig:
     eval_batches: int | None = None
     """Largest number of batches of text. Default: 20 of held-out text, all with `--whole`."""
 
+    RARE: ClassVar[frozenset[str]] = frozenset()
+    """Here `--eval-batches` is a flag."""
+
     def __post_init__(self) -> None:
-        check_at_least(1, seq_len=self.seq_len, eval_batches=self.eval_batches)
+        check_at_least(1, seq_len=self.seq_len)
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(f"`--eval-batches` must be at least 1, got {self.eval_batches}.")
         if self.whole and self.data is None:
             raise ValueError("`--whole` has no effect without `--data`: give both, or neither.")
 
@@ -146,7 +151,7 @@ class EvaluateConfig:
         for config, names, has_effect, reason in rules:
             for name, value in given_fields(config).items():
                 if name in names and not has_effect:
+                    shown = shown_flag(name, value).replace("eval_batches:", "--eval-batches")
                     raise ValueError(
-                        f"`{shown_flag(name, value)}` has no effect {reason}. Drop it, or change"
-                        " the other."
+                        f"`{shown}` has no effect {reason}. Drop it, or change the other."
                     )

@@ -140,7 +140,7 @@ def resolve(
     options = method.resolve(config.options, model, projects=projects)
     if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
         raise ValueError(
-            f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
+            f"`adapt_every: {options.adapt_every}` has no effect without `--average-bits`: give"
             " both, or neither."
         )
     subspace = methods.Subspace(side="smaller") if projects else method.subspace
