@@ -15,7 +15,7 @@ import rich.progress
 from rich.console import Console
 
 from models import Decoder, lora, peft
-from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
+from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
 from train.evaluation.config import EvaluateConfig
@@ -106,8 +106,9 @@ def prepare(config: EvaluateConfig) -> Evaluation:
     """
     if config.asked.out is not None:
         _check_out(config.asked.out)
-    checkpoint = config.checkpoint.expanduser()
     with naming_flag("--checkpoint"):
+        checkpoint = find_checkpoint(config.checkpoint, config.download)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)

@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from models import Decoder, huggingface
-from models.checkpoints import load_checkpoint, read_dimensions
+from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train.run import hosts
@@ -64,9 +64,9 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the examples or a checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
     with hosts.failing_together():
         with naming_flag("--checkpoint"):
+            checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
             model_config, dtype = read_dimensions(checkpoint)
         config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
@@ -170,7 +170,8 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     All processes call it together; the first one writes.
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
-    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
+    checkpoint = find_checkpoint(user_config.checkpoint)
+    given = pathlib.Path(user_config.checkpoint).expanduser()  # PEFT knows the names of the Hub.
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
         huggingface.save(model, path, like=checkpoint)
@@ -180,7 +181,7 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     if recipe.config.lora is None:
         _replace(folder / "model", functools.partial(write_model, state.model), console)
         return
-    write = functools.partial(save_adapters, state.model, recipe.config.lora, base=str(checkpoint))
+    write = functools.partial(save_adapters, state.model, recipe.config.lora, base=str(given))
     _replace(folder / "adapter", write, console)
     if recipe.method.four_bit:
         console.print(

@@ -29,7 +29,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from models.checkpoints import read_dimensions
+from models.checkpoints import find_checkpoint, read_dimensions
 from train.planning.devices import DEVICES, HERE, find_device
 from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.planning.gpus import GIB
@@ -80,7 +80,8 @@ class PlanConfig:
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
     checkpoint: str = ""
-    """Checkpoint to plan for instead of `--model`: a Hugging Face folder."""
+    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or its name at the Hub,
+    such as Qwen/Qwen3-0.6B."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
@@ -176,9 +177,11 @@ def run(config: PlanConfig, console: Console) -> bool:
         jax.config.update("jax_platforms", "cpu")
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        with naming_flag("--checkpoint"):
-            read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
+        with naming_flag("--checkpoint"):
+            weights = config.measuring.wanted
+            checkpoint = find_checkpoint(config.checkpoint, train.download, weights=weights)
+            read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
     elif train.data.tokenizer is not None:
         size = load_tokenizer(train.data.tokenizer).vocab_size
         train = dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)

@@ -5,6 +5,8 @@ import math
 import pathlib
 from typing import ClassVar
 
+import tyro
+
 from train.evaluation.questions import QuestionConfig
 from train.settings.cli import Headings
 from train.settings.config import Dtype
@@ -92,7 +94,10 @@ class EvaluateConfig:
     """
 
     checkpoint: pathlib.Path
-    """Folder of a Hugging Face checkpoint (config.json and safetensors)."""
+    """Hugging Face checkpoint: its folder (config.json and safetensors), or its name at the Hub,
+    such as Qwen/Qwen3-0.6B."""
+    download: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Download a checkpoint of the Hugging Face Hub into its cache, as far as it is not there."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     in the folder of the checkpoint."""
@@ -111,7 +116,14 @@ class EvaluateConfig:
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "text.data", "asked.task", "asked.questions", "writing.generate"),
+            *(
+                "checkpoint",
+                "download",
+                "text.data",
+                "asked.task",
+                "asked.questions",
+                "writing.generate",
+            ),
             *("adapter", "four_bit", "batch_size", "chat"),
         ),
         "Model": ("tokenizer", "compute_dtype"),

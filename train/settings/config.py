@@ -163,6 +163,8 @@ class RunConfig:
     """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
+    download: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Download a checkpoint of the Hugging Face Hub into its cache, as far as it is not there."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and the codecs."""
     distributed: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -242,8 +244,8 @@ class PretrainConfig(RunConfig):
     """Dtype of weights and gradients. auto: bfloat16 for lean, lean_remat and lean_subspace,
     float32 for the others."""
     model: str = "llama_9m"
-    """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
-    the tokenizer."""
+    """Dimensions of the model, or a checkpoint (a folder, or a name such as Qwen/Qwen3-0.6B) whose
+    dimensions it has. Its vocabulary is that of the tokenizer."""
     model_vocab_size: int = 0
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""
@@ -255,7 +257,7 @@ class PretrainConfig(RunConfig):
             *("weight_dtype", "out", "resume"),
         ),
         **_TRAINING,
-        "Text and tokenizer": ("data", "model_vocab_size"),
+        "Text and tokenizer": ("data", "model_vocab_size", "download"),
         **_OUTPUT,
     }
     """Order of the help page."""
@@ -332,8 +334,8 @@ class FinetuneConfig(RunConfig):
     """
 
     checkpoint: str = ""
-    """Required: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its
-    tokenizer."""
+    """Required: a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its tokenizer: its
+    folder, or its name at the Hub, such as Qwen/Qwen3-0.6B."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     of the checkpoint."""
@@ -353,7 +355,7 @@ class FinetuneConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "data.data", "method", "steps", "batch_size", "seq_len"),
+            *("checkpoint", "download", "data.data", "method", "steps", "batch_size", "seq_len"),
             *("learning_rate", "lora_rank", "weight_dtype", "out", "resume"),
         ),
         "Examples": ("tokenizer", "data"),
@@ -371,7 +373,7 @@ class FinetuneConfig(RunConfig):
     @property
     def title(self) -> str:
         """Name of the checkpoint."""
-        return pathlib.Path(self.checkpoint).stem
+        return pathlib.Path(self.checkpoint).name
 
     def __post_init__(self) -> None:
         super().__post_init__()

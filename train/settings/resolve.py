@@ -5,7 +5,8 @@ import pathlib
 from typing import Any
 
 from models import ModelConfig, preset
-from models.checkpoints import read_dimensions
+from models.checkpoints import find_checkpoint, read_dimensions
+from models.hub import is_repository
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train.settings import methods
@@ -97,12 +98,22 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
         that of the preset, unless `--model-vocab-size` is given.
 
     Raises:
-      ValueError: an unknown model, or one with fewer tokens than the tokenizer.
+      ValueError: an unknown model, one with fewer tokens than the tokenizer, or `--download` for a
+        preset.
     """
     asked, path = config.model_vocab_size, pathlib.Path(config.model)
-    known = config.model in PRESETS or not path.exists()
+    known = config.model in PRESETS or not (path.exists() or is_repository(config.model))
     with naming_flag("--model"):
-        model = preset(config.model) if known else read_dimensions(path)[0]
+        if known:
+            model = preset(config.model)
+        else:
+            folder = find_checkpoint(config.model, config.download, weights=False)
+            model = read_dimensions(folder)[0]
+    if known and config.download:
+        raise ValueError(
+            f"`--download` has no effect with `--model {config.model}`, whose dimensions are known:"
+            " drop it."
+        )
     if tokenizer_size is None:
         return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
     if 0 < asked < tokenizer_size:
