@@ -71,7 +71,7 @@ def download(repository: str, weights: bool = True) -> pathlib.Path:
             " name, or log in with `hf auth login`."
         ) from error
     except Exception as error:  # The class of an error of the network depends on the version.
-        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise OSError(
             f"{repository!r} cannot be downloaded: {reason}. Check the network, and start again:"
             " files that are complete are kept."

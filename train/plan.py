@@ -57,6 +57,7 @@ class PlannedConfig(PretrainConfig):
     distributed: tyro.conf.Fixed[bool] = False
     out: tyro.conf.Fixed[pathlib.Path | None] = None
     resume: tyro.conf.Fixed[bool] = False
+    log_to: tyro.conf.Fixed[tuple[str, ...]] = PretrainConfig.log_to
     log_every: tyro.conf.Fixed[int] = PretrainConfig.log_every
     eval_every: tyro.conf.Fixed[int] = PretrainConfig.eval_every
     eval_batches: tyro.conf.Fixed[int] = PretrainConfig.eval_batches

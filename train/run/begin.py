@@ -15,6 +15,7 @@ from rich.console import Console
 
 from actjax.formats.packing import BITS
 from train.run import hosts
+from train.run.boards import check_installed
 from train.run.checkpoint import Checkpoints
 from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
@@ -89,6 +90,7 @@ def begin(
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
             if hosts.is_main():
+                check_installed(config.log_to)
                 _check_folder(config.folder)
                 with naming_flag("--out"):
                     on_error.enter_context(run_lock(config.folder))

@@ -182,6 +182,9 @@ class RunConfig:
     """Continue from the last checkpoint in `--out`, or from the start if there is none. The same
     settings give the same bits as an unbroken run. Model, text, batch, seed, weights and the form
     of the optimizer state must be the same; other changed settings are printed."""
+    log_to: tuple[str, ...] = ("tensorboard",)
+    """Where metrics are shown beside metrics.jsonl: tensorboard (in `--out`), wandb (Weights &
+    Biases, the project actjax), or both."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     eval_every: int = 100
@@ -205,6 +208,8 @@ class RunConfig:
             )
         check_range(self, 2**32, "seed")
         check_range(self, math.inf, "z_loss")
+        for name in self.log_to:
+            check_known("`--log-to`", name, ("tensorboard", "wandb"))
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
@@ -223,7 +228,7 @@ _TRAINING: Headings = {
 _OUTPUT: Headings = {
     "Optimizer": ("optimizer", "z_loss", "seed"),
     "Logging, evaluation and checkpoints": (
-        *("log_every", "eval_every", "eval_batches", "save_every", "keep"),
+        *("log_to", "log_every", "eval_every", "eval_batches", "save_every", "keep"),
     ),
 }
 

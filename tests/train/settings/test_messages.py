@@ -45,6 +45,8 @@ TABLES = {
         (of(PretrainConfig, keep=0), "`keep` must be at least 1, got 0"),
         (of(PretrainConfig, accumulate=3),
          "`--batch-size` 8 must be a multiple of `--accumulate` 3"),
+        (of(PretrainConfig, log_to=("wandb", "tensorbord")),
+         "unknown `--log-to` 'tensorbord'. Did you mean tensorboard?"),
         (of(PretrainConfig, seed=-1), "`--seed` must be in"),
         (of(PretrainConfig, z_loss=-1.0), "`z_loss` must be in"),
         (of(PretrainConfig, model_vocab_size=-1),
