@@ -2,7 +2,7 @@
 
 The wheel is installed with nothing but its dependencies in an empty environment, so this fails if
 the library imports a package that it does not declare, or if an example in `README.md` or `docs/`
-does not run.
+does not run. An editable install must make the programs importable from every folder.
 """
 
 import pathlib
@@ -49,6 +49,17 @@ def superfluous(wheel: pathlib.Path) -> list[str]:
     ]
 
 
+def puts_its_folder_on_the_path(source: pathlib.Path, environment: pathlib.Path) -> bool:
+    """Returns whether an editable install makes all packages of a checkout importable."""
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", "-e", source], check=True
+    )
+    seen = f"import sys; sys.exit({str(source)!r} not in sys.path)"
+    return subprocess.run([python, "-I", "-c", seen]).returncode == 0
+
+
 def main() -> None:
     """Builds, checks, installs and runs."""
     with tempfile.TemporaryDirectory() as name:
@@ -56,6 +67,8 @@ def main() -> None:
         wheel = build(folder)
         if extra := superfluous(wheel):
             sys.exit(f"{wheel.name} has files that no user needs: {', '.join(extra)}.")
+        if not puts_its_folder_on_the_path(folder / "source", folder / "editable"):
+            sys.exit("after `pip install -e .` the programs run in the checkout alone.")
         venv.create(folder / "empty", with_pip=True)
         python = folder / "empty" / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)

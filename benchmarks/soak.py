@@ -96,9 +96,11 @@ class Life:
             "--resume --model llama_3m --method lean --batch-size 4 --seq-len 32"
             f" --steps {config.steps} --vocab-size {config.vocab_size}"
             f" --save-every {config.save_every} --log-every 10"
-            f" --eval-every {config.steps // 10} --eval-batches 2"
+            f" --eval-every {config.steps // 10}"
         )
+        (root / "rare.yaml").write_text("eval_batches: 2\n")
         folders = ["--out", str(root / "run"), "--data-dir", str(root / "data")]
+        folders += ["--config", str(root / "rare.yaml")]
         line = [sys.executable, "-m", "train.pretrain", *flags.split(), *folders]
         variables = {
             "PYTHONPATH": str(_ROOT),

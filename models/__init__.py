@@ -1,5 +1,6 @@
 """Language models built on actjax."""
 
+from models.checkpoints import load_checkpoint as load
 from models.config import LinearRopeScaling, ModelConfig, RopeScaling
 from models.decoder import Decoder
 from models.presets import PRESETS, preset
@@ -15,5 +16,6 @@ __all__ = [
     "RopeScaling",
     "Storage",
     "StorageChoice",
+    "load",
     "preset",
 ]

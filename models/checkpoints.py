@@ -1,11 +1,49 @@
-"""Pretrained checkpoints by path: dimensions, weights and the ids that end a text."""
+"""Pretrained checkpoints by path or name: dimensions, weights and the ids that end a text."""
 
 import pathlib
 
-from models import huggingface
+from models import hub, huggingface
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.json_files import read_object
+
+
+def find_checkpoint(
+    path: pathlib.Path | str, download: bool = False, *, weights: bool = True
+) -> pathlib.Path:
+    """Returns the folder of a checkpoint.
+
+    Args:
+      path: a Hugging Face folder; a run of `train.pretrain` or `train.finetune`, whose model it is;
+        or a repository of the Hugging Face Hub such as "Qwen/Qwen3-0.6B", which is
+        looked up in the local cache. A folder of this name goes first.
+      download: whether to download what the cache lacks.
+      weights: whether the weights are needed, and not only dimensions and tokenizer.
+
+    Raises:
+      FileNotFoundError: the path does not exist, or the cache has no such repository or a part.
+      OSError: the repository cannot be downloaded.
+      ValueError: the path is a file, or a run that has no model yet.
+    """
+    folder, name = pathlib.Path(path).expanduser(), str(path)
+    if folder.exists() or not hub.is_repository(name):
+        return _folder(folder)
+    found = hub.download(name, weights) if download else hub.cached(name)
+    advice = f"add `--download`, or run `hf download {name}`."
+    if found is None:
+        raise FileNotFoundError(
+            f"'{name}' is no folder and is not in the Hugging Face cache ({hub.cache_folder()}):"
+            f" {advice}"
+        )
+    missing = hub.missing_file(found, weights)
+    if missing is not None and download:
+        raise FileNotFoundError(
+            f"the repository '{name}' has no {missing}. Weights must be safetensors: pickles are"
+            " never read, and `save_pretrained` of transformers converts them."
+        )
+    if missing is not None:
+        raise FileNotFoundError(f"'{name}' is incomplete: {found} has no {missing}: {advice}")
+    return found
 
 
 def load_checkpoint(
@@ -18,7 +56,7 @@ def load_checkpoint(
     """Returns the model in a Hugging Face folder.
 
     Args:
-      path: the folder.
+      path: the folder, or a repository as for `find_checkpoint`.
       dtype: dtype of the weights; the dtype of each stored tensor if None.
       convert: as for `models.huggingface.load`.
       put: as for `models.huggingface.load`.
@@ -27,7 +65,7 @@ def load_checkpoint(
       FileNotFoundError: the path does not exist, or a file of the checkpoint is missing.
       ValueError: the path is a file, the kind of model is not supported, or a file is damaged.
     """
-    return huggingface.load(_folder(path), dtype=dtype, convert=convert, put=put)
+    return huggingface.load(find_checkpoint(path), dtype=dtype, convert=convert, put=put)
 
 
 def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
@@ -37,14 +75,13 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
       FileNotFoundError: as for `load_checkpoint`.
       ValueError: as for `load_checkpoint`.
     """
-    folder = _folder(path)
+    folder = find_checkpoint(path, weights=False)
     config = huggingface.read_config(folder)
     fields = read_object(folder / "config.json")
     return config, str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
-def _folder(path: pathlib.Path | str) -> pathlib.Path:
-    folder = pathlib.Path(path).expanduser()
+def _folder(folder: pathlib.Path) -> pathlib.Path:
     if not folder.exists():
         raise FileNotFoundError(
             f"the checkpoint '{folder}' cannot be read: no such file or folder."
@@ -57,7 +94,29 @@ def _folder(path: pathlib.Path | str) -> pathlib.Path:
                 " 0.2.0, `models.huggingface.save(models.llama2c.load(FILE), FOLDER)`."
             )
         raise ValueError(f"the checkpoint '{folder}' is a file: {advice}")
-    return folder
+    return _of_run(folder) if (folder / "checkpoints").is_dir() else folder
+
+
+def _of_run(folder: pathlib.Path) -> pathlib.Path:
+    """Returns the model in the folder of a run, which `train.pretrain` and `train.finetune` make.
+
+    Raises:
+      ValueError: there is none yet.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "model").is_dir():
+        return folder / "model"
+    if (folder / "adapter").is_dir():
+        raise ValueError(
+            f"'{folder}' is a run that trained an adapter: pass the checkpoint that it belongs to,"
+            f" and '{folder / 'adapter'}' as the adapter, or merge both first (`--merge`)."
+        )
+    raise ValueError(
+        f"'{folder}' is a run without an exported model, which its end writes: finish it, or make"
+        f" one of its last checkpoint with `--out {folder} --export DIR` of the program that trains"
+        " it."
+    )
 
 
 def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def flags(config: type) -> set[str]:
     hints, names = typing.get_type_hints(config), set()
     for field in dataclasses.fields(config):
         nested = dataclasses.is_dataclass(hints[field.name])
-        flag = flag_name(field.name)
+        flag = flag_name(field.name)  # The key of a rare setting is no flag.
         both = {flag, flag.replace("--", "--no-")} if hints[field.name] is bool else {flag}
         names |= flags(hints[field.name]) if nested else both
     return names
@@ -95,8 +95,9 @@ def test_links_lead_somewhere():
 
 
 def test_every_flag_that_the_pages_name_exists():
-    known = {flag for c in (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
-             for flag in flags(c)} | OTHER_FLAGS | {"--no-in-backward"}  # fmt: skip
+    programs = (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
+    known = {flag for program in programs for flag in flags(program)}
+    known |= OTHER_FLAGS | {"--config", "--no-in-backward"}
     named = matches(r"(?<![\w-])--[a-z][a-z0-9-]*", prose)
     # `test_examples` checks the flags of examples.
     assert {

@@ -15,13 +15,13 @@ import rich.progress
 from rich.console import Console
 
 from models import Decoder, lora, peft
-from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
+from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
 from train.evaluation.config import EvaluateConfig
 from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
-from train.run.loop import BadRunError, make_console, run_program
+from train.run.loop import make_console, reporting_errors, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
 from train.text.chat import open_chat_template, template_arguments
@@ -80,10 +80,7 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     Raises:
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
-    try:
-        ready = prepare(config)
-    except (ValueError, OSError) as error:
-        raise BadRunError(str(error)) from error
+    ready = reporting_errors(lambda: prepare(config))
     for line in filter(None, ready.remarks):
         _say(console, line)
     report: dict[str, Any] = {}
@@ -112,8 +109,9 @@ def prepare(config: EvaluateConfig) -> Evaluation:
     """
     if config.asked.out is not None:
         _check_out(config.asked.out)
-    checkpoint = config.checkpoint.expanduser()
     with naming_flag("--checkpoint"):
+        checkpoint = find_checkpoint(config.checkpoint, config.download)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)

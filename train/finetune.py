@@ -3,24 +3,30 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from rich.console import Console
 
-from models import Decoder, huggingface
-from models.checkpoints import load_checkpoint, read_dimensions
-from models.lora import merge, quantize
-from models.peft import save_adapters
+from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
+from models.hub import is_repository
+from models.lora import quantize
 from train.run import hosts
 from train.run.begin import begin
 from train.run.calibration import calibrate
-from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
+from train.run.export import Target, Trained, exports_only, read_trained
+from train.run.loop import (
+    Run,
+    make_console,
+    moved,
+    prepare_and_train,
+    put_rows,
+    reporting_errors,
+    run_program,
+)
+from train.run.pretrained import fingerprint, read_model
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
@@ -44,7 +50,8 @@ def run(config: FinetuneConfig, console: Console) -> int:
     """Trains with the given settings: the program behind the command line.
 
     After the last step, the folder of the run holds a checkpoint that other tools read: `model`,
-    or `adapter`, and with `--merge` both.
+    or `adapter`, and with `--merge` both. `--export` of a run that is there writes its last
+    checkpoint and trains nothing.
 
     Returns:
       The last step done: less than `config.steps` if a signal stopped the run.
@@ -53,6 +60,8 @@ def run(config: FinetuneConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the examples or a checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
+    if exports_only(config):
+        return reporting_errors(functools.partial(export_last, config, console))
     prepared = functools.partial(prepare, config)
     return prepare_and_train(prepared, config, console, functools.partial(export, config))
 
@@ -64,9 +73,9 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the examples or a checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
     with hosts.failing_together():
         with naming_flag("--checkpoint"):
+            checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
             model_config, dtype = read_dimensions(checkpoint)
         config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
@@ -135,80 +144,47 @@ def _first_state(
     return dataclasses.replace(state, calibration=moved(measured, shardings.calibration))
 
 
-def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder:
-    """Returns the decoder of a checkpoint, in 4 bits if the method holds it so.
-
-    Args:
-      checkpoint: folder or file.
-      recipe: the run.
-      places: the decoder with a sharding in place of each array.
-    """
-
-    def put(path: str, value: Any) -> Any:
-        shardings = huggingface.parameter_of(places, path).get_value()
-        return jax.tree.map(hosts.place, value, shardings)
-
-    with naming_flag("--checkpoint"):
-        return load_checkpoint(
-            checkpoint,
-            dtype=recipe.config.weight_dtype,
-            convert=quantize if recipe.method.four_bit else None,
-            put=put,
-        )
-
-
-def fingerprint(checkpoint: pathlib.Path) -> str:
-    """Returns a hexadecimal hash that tells checkpoints apart. Reads a part of each file."""
-    digest = hashlib.sha256()
-    for file in sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"]):
-        with file.open("rb") as opened:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            # Headers, and numbers of the first and last tensors.
-            digest.update(opened.read(2**20))
-            opened.seek(max(0, size - 2**20))
-            digest.update(opened.read())
-    return digest.hexdigest()
-
-
 def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     """Writes what was trained into the folder of a run, in the format of other tools.
 
     All processes call it together; the first one writes.
     """
-    recipe, state, folder = run.recipe, run.state, run.config.folder
-    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
-
-    def write_model(model: Decoder, path: pathlib.Path) -> None:
-        huggingface.save(model, path, like=checkpoint)
-        if hosts.is_main() and user_config.tokenizer is not None:
-            tokenizer_of(checkpoint, user_config.tokenizer).save(path)
-
-    if recipe.config.lora is None:
-        _replace(folder / "model", functools.partial(write_model, state.model), console)
-        return
-    write = functools.partial(save_adapters, state.model, recipe.config.lora, base=str(checkpoint))
-    _replace(folder / "adapter", write, console)
+    recipe, state = run.recipe, run.state
     if recipe.method.four_bit:
         console.print(
             "the adapter was trained with 4-bit weights and fits them best: evaluate it with"
             " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
         )
-    if user_config.adapter.merge:
-        merged = merge(state.frozen, state.model, recipe.config.lora)
-        _replace(folder / "model", functools.partial(write_model, merged), console)
+    trained = Trained(state.model, recipe.config.lora, lambda: state.frozen)
+    trained.write(_target(user_config, run.config.folder), console)
 
 
-def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], None], console: Console) -> None:
-    """Writes a folder. A folder of an earlier export stays until the new one is complete."""
-    scratch = path.with_name(f".{path.name}-new")
-    if hosts.is_main():
-        shutil.rmtree(scratch, ignore_errors=True)
-    write(scratch)
-    if hosts.is_main():
-        shutil.rmtree(path, ignore_errors=True)
-        scratch.rename(path)
-        console.print(f"written: {path}")
+def export_last(user_config: FinetuneConfig, console: Console) -> int:
+    """Writes the last checkpoint of a run to `--export`, without training. Returns its step."""
+    with naming_flag("--checkpoint"):
+        checkpoint = find_checkpoint(user_config.checkpoint)
+        config = resolve(user_config, *read_dimensions(checkpoint))
+    convert = quantize if config.info.four_bit else None
+    frozen = functools.partial(load_checkpoint, checkpoint, convert=convert)
+    step, trained = read_trained(config.folder, frozen)
+    trained.write(_target(user_config, None), console)
+    console.print(f"this is step {step} of the run in {config.folder}")
+    return step
+
+
+def _target(user_config: FinetuneConfig, folder: pathlib.Path | None) -> Target:
+    """Returns where and how a run is exported."""
+    checkpoint = find_checkpoint(user_config.checkpoint)
+    path = user_config.tokenizer
+    return Target(
+        folder=folder,
+        export=user_config.export,
+        like=checkpoint,
+        # PEFT knows the names of the Hub.
+        base=user_config.checkpoint if is_repository(user_config.checkpoint) else str(checkpoint),
+        tokenizer=None if path is None else tokenizer_of(checkpoint, path),
+        merge=user_config.adapter.merge,
+    )
 
 
 if __name__ == "__main__":

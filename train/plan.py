@@ -29,13 +29,13 @@ import jax
 import tyro
 from rich.console import Console
 
-from models.checkpoints import read_dimensions
+from models.checkpoints import find_checkpoint, read_dimensions
 from train.planning.devices import DEVICES, HERE, find_device
 from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.planning.gpus import GIB
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.planning.stages import METHODS, OPTIONS, stages
-from train.planning.tables import chosen_flags, flags, size_text, table_of
+from train.planning.tables import chosen_flags, flags, rare_settings, size_text, table_of
 from train.run.gradient_error import WHOLE
 from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
@@ -57,6 +57,9 @@ class PlannedConfig(PretrainConfig):
     distributed: tyro.conf.Fixed[bool] = False
     out: tyro.conf.Fixed[pathlib.Path | None] = None
     resume: tyro.conf.Fixed[bool] = False
+    export: tyro.conf.Fixed[pathlib.Path | None] = None
+    checkpoint: tyro.conf.Fixed[str] = ""
+    log_to: tyro.conf.Fixed[tuple[str, ...]] = PretrainConfig.log_to
     log_every: tyro.conf.Fixed[int] = PretrainConfig.log_every
     eval_every: tyro.conf.Fixed[int] = PretrainConfig.eval_every
     eval_batches: tyro.conf.Fixed[int] = PretrainConfig.eval_batches
@@ -80,7 +83,8 @@ class PlanConfig:
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
     checkpoint: str = ""
-    """Checkpoint to plan for instead of `--model`: a Hugging Face folder."""
+    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or its name at the Hub,
+    such as Qwen/Qwen3-0.6B."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
@@ -176,9 +180,11 @@ def run(config: PlanConfig, console: Console) -> bool:
         jax.config.update("jax_platforms", "cpu")
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        with naming_flag("--checkpoint"):
-            read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
+        with naming_flag("--checkpoint"):
+            weights = config.measuring.wanted
+            checkpoint = find_checkpoint(config.checkpoint, train.download, weights=weights)
+            read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
     elif train.data.tokenizer is not None:
         size = load_tokenizer(train.data.tokenizer).vocab_size
         train = dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)
@@ -241,7 +247,11 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
                 f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
                 highlight=False,
             )
-            print(_command(compiled.plan.config, config))
+            command = _command(compiled.plan.config, config)
+            if rare := rare_settings(compiled.plan.config):
+                console.print("write this into plan.yaml:\n", *rare, "", sep="\n", highlight=False)
+                command += " --config plan.yaml"
+            print(command)
             return True
     if tried:
         console.print(table_of(tried, config.train, config.device))

@@ -2,23 +2,29 @@
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 from rich.console import Console
 
+from models.checkpoints import find_checkpoint, read_dimensions
 from train.run import hosts
 from train.run.begin import begin
-from train.run.loop import Run, make_console, prepare_and_train, run_program
-from train.run.recipe import build_recipe
+from train.run.export import Target, Trained, exports_only, read_trained, tokenizer_of_run
+from train.run.loop import Run, make_console, prepare_and_train, reporting_errors, run_program
+from train.run.pretrained import fingerprint, read_model
+from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
+from train.run.step import TrainState
 from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig
+from train.settings.messages import naming_flag
 from train.settings.resolve import dimensions, resolve
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import row_order, train_batches, validation_batches
 from train.text.tokenizer import Tokenizer
-from train.text.tokenizer_files import load_tokenizer
+from train.text.tokenizer_files import fit_vocabulary, load_tokenizer, tokenizer_of
 from train.text.trained_tokenizer import default_tokenizer
 
 
@@ -31,6 +37,9 @@ def main() -> None:
 def run(config: PretrainConfig, console: Console) -> int:
     """Trains with the given settings: the program behind the command line.
 
+    After the last step, the folder of the run holds a `model` that other tools read. With
+    `--export` a run that is there is written and not trained, unless `--resume` is given too.
+
     Returns:
       The last step done: less than `config.steps` if a signal stopped the run.
 
@@ -38,7 +47,10 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    return prepare_and_train(functools.partial(prepare, config), config, console)
+    if exports_only(config):
+        return reporting_errors(functools.partial(export_last, config, console))
+    prepared = functools.partial(prepare, config)
+    return prepare_and_train(prepared, config, console, functools.partial(export, config))
 
 
 def prepare(user_config: PretrainConfig, console: Console) -> Run:
@@ -48,13 +60,22 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the text or the checkpoint.
       OSError: a file that cannot be read.
     """
+    checkpoint, dtype = None, "float32"
     with hosts.failing_together():
-        config = resolve(user_config, dimensions(user_config))
+        if user_config.checkpoint:
+            with naming_flag("--checkpoint"):
+                checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
+                _, dtype = read_dimensions(checkpoint)
+        config = resolve(user_config, dimensions(user_config), dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
-    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, user_config.data))
+    opened = hosts.main_first(functools.partial(_open_text, user_config.data, checkpoint))
+    corpus, tokenizer = opened
     with hosts.failing_together():
-        model_config = dimensions(user_config, tokenizer.vocab_size)
+        model_config, remark = dimensions(user_config, tokenizer.vocab_size), ""
+        if checkpoint is not None:
+            flag = "--checkpoint" if user_config.data.tokenizer is None else "--tokenizer"
+            remark = fit_vocabulary(tokenizer, flag, config.title, model_config.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
         how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         how["special_tokens"] = user_config.data.special_tokens
@@ -70,19 +91,57 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         validation=validation,
         summary=f"text: {corpus.name}, {len(corpus.train):,} documents and"
         f" {len(corpus.validation):,} held out",
-        remarks=[tokenizer.describe()],
-        first_state=functools.partial(first_state, recipe),
+        remarks=[tokenizer.describe(), *filter(None, [remark])],
+        first_state=functools.partial(_first_state, recipe, checkpoint),
         tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
         row_order=row_order(tokenizer),
+        **({} if checkpoint is None else {"checkpoint": fingerprint(checkpoint)}),
     )
 
 
-def _open_text(user_config: DataConfig) -> tuple[Corpus, Tokenizer]:
+def _first_state(
+    recipe: Recipe, checkpoint: pathlib.Path | None, shardings: TrainState
+) -> TrainState:
+    """Returns the state before the first step, with the weights of a checkpoint if there is one."""
+    if checkpoint is None:
+        return first_state(recipe, shardings)
+    return first_state(recipe, shardings, read_model(checkpoint, recipe, shardings.model))
+
+
+def export(user_config: PretrainConfig, run: Run, console: Console) -> None:
+    """Writes the model of a run into its folder, as `transformers` reads it.
+
+    All processes call it together; the first one writes.
+    """
+    trained = Trained(run.state.model)
+    trained.write(_target(user_config, run.config.folder, run.config.folder), console)
+
+
+def export_last(user_config: PretrainConfig, console: Console) -> int:
+    """Writes the last checkpoint of a run to `--export`, without training. Returns its step."""
+    assert user_config.out is not None
+    step, trained = read_trained(user_config.out)
+    trained.write(_target(user_config, user_config.out, None), console)
+    console.print(f"this is step {step} of the run in {user_config.out}")
+    return step
+
+
+def _target(user_config: PretrainConfig, run: pathlib.Path, folder: pathlib.Path | None) -> Target:
+    """Returns where and how a run is exported."""
+    like = find_checkpoint(user_config.checkpoint) if user_config.checkpoint else None
+    return Target(folder, user_config.export, like=like, tokenizer=tokenizer_of_run(run))
+
+
+def _open_text(
+    user_config: DataConfig, checkpoint: pathlib.Path | None
+) -> tuple[Corpus, Tokenizer]:
     data_dir = user_config.data_dir.expanduser()
     corpus = open_corpus(user_config.data, data_dir, text_field=user_config.text_field)
     if user_config.tokenizer is not None:
         return corpus, load_tokenizer(user_config.tokenizer)
+    if checkpoint is not None:
+        return corpus, tokenizer_of(checkpoint, None)
     return corpus, default_tokenizer(corpus, user_config.vocab_size, data_dir)
 
 

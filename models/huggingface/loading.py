@@ -29,8 +29,6 @@ def read_config(folder: pathlib.Path | str) -> ModelConfig:
     path = pathlib.Path(folder, "config.json")
     if not path.exists():
         reason = "no such folder" if not path.parent.exists() else "no config.json in it"
-        if (path.parent / "checkpoints").is_dir():
-            reason += "; a run of `train.pretrain` is not exported as a folder of Hugging Face yet"
         raise FileNotFoundError(f"the checkpoint '{folder}' cannot be read: {reason}.")
     fields = read_object(path)
     try:

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from models.lora import TARGETS
 from train.evaluation.config import EvaluateConfig
 from train.plan import PlanConfig
-from train.settings import cli
 from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.flags import flags_of
 from train.settings.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS
 
 FLAGS = {
-    "pretrain": cli.flags_of(PretrainConfig),
-    "finetune": cli.flags_of(FinetuneConfig),
-    "evaluate": cli.flags_of(EvaluateConfig),
-    "plan": cli.flags_of(PlanConfig),
+    program: [flag for flag in flags_of(config) if not flag.is_rare]
+    for program, config in (
+        ("pretrain", PretrainConfig),
+        ("finetune", FinetuneConfig),
+        ("evaluate", EvaluateConfig),
+        ("plan", PlanConfig),
+    )
 }
 _NO_NUMBER = ("abc", "", "1,5", "0x", "--", "1 2", "\N{SNOWMAN}", "-", "None", "1e")
 _OUT_OF_RANGE = ("-1", "-7", "nan", "-inf", str(-(10**30)))

@@ -18,7 +18,7 @@ from train.text.trained_tokenizer import train_bpe
 
 Flags = dict[str, str | None]
 """Values by flag; None for a switch."""
-_SMALL: Flags = {"--steps": "2", "--batch-size": "2", "--eval-batches": "1", "--out": "new"}
+_SMALL: Flags = {"--steps": "2", "--batch-size": "2", "--config": "small.yaml", "--out": "new"}
 PRETRAIN: Flags = {"--model": "model", "--tokenizer": "model", "--data": "text.txt",
                    "--data-dir": "cache", "--method": "exact", "--seq-len": "16",
                    **_SMALL}  # fmt: skip
@@ -55,6 +55,7 @@ def write(folder: pathlib.Path) -> None:
         huggingface.save(_drawn(config), folder / name)
         train_bpe([_TEXT], 290).save(folder / name)
     (folder / "text.txt").write_text(_TEXT * 400)
+    (folder / "small.yaml").write_text("eval_batches: 1\n")
     pairs = [{"prompt": f"{i} and {j}?", "completion": f" {i + j}."}
              for i in range(5) for j in range(5)]  # fmt: skip
     sums = [{"question": f"{i} and {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]

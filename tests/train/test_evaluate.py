@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import pathlib
 import shutil
 import sys
 
+import hub_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +161,15 @@ def test_a_tokenizer_with_bos_begins_and_ends_texts_with_it(folder, tmp_path):
     tokenizer = ready.tokenizer
     assert ready.beginning == [tokenizer.bos_id, *tokenizer.encode("Two?")]
     assert ready.stop == tuple(sorted((tokenizer.bos_id, tokenizer.eos_id)))
+
+
+def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):
+    hub_cache.use(monkeypatch, tmp_path)
+    snapshot = hub_cache.put(tmp_path, "org/tiny", folder / "model")
+    given = config(folder, generate="Two?", checkpoint=pathlib.Path("org/tiny"))
+    assert evaluate.prepare(given).config.checkpoint == snapshot
+    with pytest.raises(ValueError, match=r"`--checkpoint`: 'org/none' is no folder and is not in"):
+        evaluate.prepare(config(folder, generate="Two?", checkpoint=pathlib.Path("org/none")))
 
 
 @pytest.mark.parametrize(

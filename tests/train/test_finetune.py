@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import pathlib
 import shlex
 import signal
 from types import SimpleNamespace
 
+import hub_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from models import Decoder, ModelConfig, huggingface
 from models.lora import attach
 from models.peft import load_adapters
 from tests.train.runs import finish, forget_last_checkpoint, losses, quiet, start, wait_for_step
+from train import finetune
 from train.finetune import export, prepare, run
 from train.planning import tables
 from train.run import begin
@@ -258,6 +261,23 @@ def test_weights_of_a_bfloat16_checkpoint_are_trained_in_float32(folder):
     train_bpe(["some text"], 300).save(half)
     ready = opened(make_config(folder, "wide", checkpoint=str(half), method="exact"))
     assert {x.dtype for x in jax.tree.leaves(ready.state.model)} == {jnp.dtype("float32")}
+
+
+def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):
+    hub_cache.use(monkeypatch, tmp_path)
+    snapshot = hub_cache.put(tmp_path, "org/Tiny-1.5B", folder / "checkpoint")
+    monkeypatch.setattr(finetune, "begin", lambda user_config, recipe, *_, **parts: (recipe, parts))
+    config = dataclasses.replace(make_config(folder, "", checkpoint="org/Tiny-1.5B"), out=None)
+    recipe, parts = prepare(config, quiet())
+    assert recipe.config.title == "Tiny-1.5B"
+    assert recipe.config.folder == pathlib.Path("runs/Tiny-1.5B-lora")
+    assert parts["checkpoint"] == finetune.fingerprint(snapshot)
+    written = []
+    monkeypatch.setattr(finetune, "_replace", lambda path, write, _: written.append(write))
+    state = SimpleNamespace(model=None)
+    export(config, SimpleNamespace(recipe=recipe, state=state, config=recipe.config), quiet())
+    # PEFT downloads the base by this name on other machines.
+    assert [write.keywords["base"] for write in written] == ["org/Tiny-1.5B"]
 
 
 def test_bad_settings_are_refused_in_one_line(folder):

@@ -1,22 +1,26 @@
 """The planner, on models that this machine compiles in a second."""
 
 import dataclasses
+import json
 import re
 import shlex
 
+import hub_cache
 import pytest
 from tiny import CONFIG as TINY
 
 from models import preset
+from models.huggingface import fields_of
 from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import plan
 from train.plan import ALL, PlanConfig, run
 from train.plan import parse_budget as parse_bytes
 from train.planning.devices import HERE
-from train.planning.estimate import compile_plan, make_plan
+from train.planning.estimate import Compiled, Plan, compile_plan, make_plan
 from train.planning.stages import stages
-from train.planning.tables import flags
+from train.planning.tables import flags, rare_settings
+from train.run.report import StepMemory
 from train.settings import cli
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
@@ -64,6 +68,41 @@ def test_flags_give_the_settings_back():
         ),
     ):
         assert cli.from_arguments(PretrainConfig, shlex.split(flags(config))) == config
+        assert rare_settings(config) == []
+
+
+def test_rare_settings_are_the_lines_of_a_file(tmp_path):
+    config = PretrainConfig(
+        method="lean_subspace",
+        options=MethodOptions(scale=0.5, gap=5),
+        optimizer=OptimizerConfig(beta2=0.99),
+        z_loss=1e-5,
+        keep=3,
+    )
+    assert flags(config) == "--method lean_subspace --gap 5"
+    lines = rare_settings(config)
+    assert lines == ["scale: 0.5", "beta2: 0.99", "z_loss: 1e-05", "keep: 3"]
+    (tmp_path / "plan.yaml").write_text("\n".join(lines))
+    command = [*shlex.split(flags(config)), "--config", str(tmp_path / "plan.yaml")]
+    assert cli.parse(PretrainConfig, "train.pretrain", args=command) == config
+
+
+def test_a_checkpoint_by_its_name_at_the_hub(tmp_path, monkeypatch, capsys):
+    hub_cache.use(monkeypatch, tmp_path / "hub")
+    (tmp_path / "config.json").write_text(json.dumps(fields_of(TINY, "float32")))
+    hub_cache.put(tmp_path / "hub", "org/tiny", tmp_path)  # Weights are not needed.
+    memory = StepMemory(1, 1, 1, 1, 1)
+    monkeypatch.setattr(plan, "stages", lambda train, *_: [("one plan", [train])])
+    monkeypatch.setattr(plan, "make_plan", lambda config, _: Plan(config, memory, 1, 1.0))
+    monkeypatch.setattr(plan, "compile_plan", lambda one, _: Compiled(one, 1, 0, 0, 0, {}))
+    train = dataclasses.replace(TRAIN, method="remat")
+    done, text = printed(PlanConfig(train, budget="1GiB", checkpoint="org/tiny"))
+    assert done
+    assert "org/tiny, vocabulary of" in text
+    command = capsys.readouterr().out.strip().splitlines()[-1]
+    assert command.startswith("python -m train.finetune --checkpoint org/tiny --method remat")
+    with pytest.raises(ValueError, match="`--checkpoint`: 'org/none' is no folder and is not in"):
+        run(PlanConfig(train, checkpoint="org/none"), quiet())
 
 
 def test_plans_begin_with_those_that_cost_no_quality():
@@ -89,7 +128,9 @@ def test_options_of_other_methods_are_left_out_of_a_plan():
         assert config.options.adapt_every == (7 if config.method in ("gact", "lean") else 1000)
 
 
-def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, monkeypatch):
+def test_the_fastest_plan_that_fits_is_printed_with_its_command(
+    tiny, capsys, monkeypatch, tmp_path
+):
     # The first plan fits and is the fastest, so only that one is compiled.
     compiled = []
 
@@ -99,7 +140,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
 
     monkeypatch.setattr(plan, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(tiny, method="remat")
+    train = dataclasses.replace(tiny, method="remat", z_loss=1e-4)
     done, text = printed(PlanConfig(train, budget=str(limit)))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
@@ -108,7 +149,10 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     (one,) = compiled
     assert one.peak <= limit
     assert f": {one.peak / 2**20:.2f} MiB" in " ".join(text.split())
-    assert cli.from_arguments(PretrainConfig, arguments) == one.plan.config
+    assert "write this into plan.yaml:\n\nz_loss: 0.0001\n" in text
+    (tmp_path / "plan.yaml").write_text("z_loss: 0.0001")
+    monkeypatch.chdir(tmp_path)
+    assert cli.parse(PretrainConfig, "train.pretrain", args=arguments) == one.plan.config
     # Without a budget, the same plan is printed as a table. It is compiled already.
     monkeypatch.setattr(plan, "make_plan", lambda *_: one.plan)
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)

@@ -5,6 +5,8 @@ import math
 import pathlib
 from typing import ClassVar
 
+import tyro
+
 from train.evaluation.questions import QuestionConfig
 from train.settings.cli import Headings
 from train.settings.config import Dtype
@@ -34,8 +36,13 @@ class TextConfig:
     eval_batches: int | None = None
     """Largest number of batches of text. Default: 20 of held-out text, all with `--whole`."""
 
+    RARE: ClassVar[frozenset[str]] = frozenset()
+    """Here `--eval-batches` is a flag."""
+
     def __post_init__(self) -> None:
-        check_at_least(1, seq_len=self.seq_len, eval_batches=self.eval_batches)
+        check_at_least(1, seq_len=self.seq_len)
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(f"`--eval-batches` must be at least 1, got {self.eval_batches}.")
         if self.whole and self.data is None:
             raise ValueError("`--whole` has no effect without `--data`: give both, or neither.")
 
@@ -92,7 +99,10 @@ class EvaluateConfig:
     """
 
     checkpoint: pathlib.Path
-    """Folder of a Hugging Face checkpoint (config.json and safetensors)."""
+    """Hugging Face checkpoint: its folder (config.json and safetensors), or its name at the Hub,
+    such as Qwen/Qwen3-0.6B."""
+    download: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Download a checkpoint of the Hugging Face Hub into its cache, as far as it is not there."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     in the folder of the checkpoint."""
@@ -114,7 +124,14 @@ class EvaluateConfig:
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "text.data", "asked.task", "asked.questions", "writing.generate"),
+            *(
+                "checkpoint",
+                "download",
+                "text.data",
+                "asked.task",
+                "asked.questions",
+                "writing.generate",
+            ),
             *("adapter", "four_bit", "batch_size", "chat"),
         ),
         "Model": ("tokenizer", "special_tokens", "compute_dtype"),
@@ -154,7 +171,7 @@ class EvaluateConfig:
         for config, names, has_effect, reason in rules:
             for name, value in given_fields(config).items():
                 if name in names and not has_effect:
+                    shown = shown_flag(name, value).replace("eval_batches:", "--eval-batches")
                     raise ValueError(
-                        f"`{shown_flag(name, value)}` has no effect {reason}. Drop it, or change"
-                        " the other."
+                        f"`{shown}` has no effect {reason}. Drop it, or change the other."
                     )

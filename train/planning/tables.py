@@ -13,7 +13,7 @@ from train.planning.estimate import Compiled
 from train.planning.gpus import GIB
 from train.run.sharding import mesh_sizes
 from train.settings.config import PretrainConfig
-from train.settings.options import flag_name, given_fields, shown_flag
+from train.settings.options import RARE, flag_name, given_fields, shown_flag
 from train.settings.resolve import dimensions
 
 
@@ -77,8 +77,22 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
 
 
 def flags(config: PretrainConfig) -> str:
-    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`."""
+    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`.
+
+    `rare_settings` has those that are no flags.
+    """
     return shlex.join(["--method", config.method, *_flags(config)])
+
+
+def rare_settings(config: Any) -> list[str]:
+    """Returns the lines of a `--config` file for the settings that are no flags."""
+    lines: list[str] = []
+    for name, value in given_fields(config).items():
+        if dataclasses.is_dataclass(value):
+            lines += rare_settings(value)
+        elif name in RARE:
+            lines.append(shown_flag(name, value))
+    return lines
 
 
 def chosen_flags(config: PretrainConfig) -> str:
@@ -100,6 +114,8 @@ def _flags(config: Any) -> Iterator[str]:
     for name, value in given_fields(config).items():
         if dataclasses.is_dataclass(value):
             yield from _flags(value)
+        elif name in RARE:
+            continue
         elif isinstance(value, bool):
             yield shown_flag(name, value)
         elif name != "method":

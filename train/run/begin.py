@@ -15,8 +15,9 @@ from rich.console import Console
 
 from actjax.formats.packing import BITS
 from train.run import hosts
+from train.run.boards import check_installed
 from train.run.checkpoint import Checkpoints
-from train.run.export import ADAPTER, MODEL, TOKENIZER, check_target, save_tokenizer
+from train.run.export import ADAPTER, MODEL, TOKENIZER, save_tokenizer
 from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
@@ -72,7 +73,6 @@ def begin(
         folder.
     """
     config = recipe.config
-    check_target(user_config.export)
     parts = {
         "model": config.model_config,
         "data": fingerprint,
@@ -93,6 +93,7 @@ def begin(
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
             if hosts.is_main():
+                check_installed(config.log_to)
                 _check_folder(config.folder)
                 with naming_flag("--out"):
                     on_error.enter_context(run_lock(config.folder))

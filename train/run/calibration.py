@@ -5,7 +5,7 @@ norms give the outlier channels, which are stored exactly; the means give the ce
 channels. A second pass over the same batches measures their spreads, or, for codes by channel,
 which part of the range has levels of the least error (`actjax.Calibrated.least_error`). The result
 is data in the training state: it is saved and restored, and measured again every
-`--recalibrate-every` steps.
+`recalibrate_every` steps.
 """
 
 import dataclasses

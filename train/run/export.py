@@ -4,6 +4,7 @@ A run ends with `model` (or `adapter`) in its folder. `--export` writes one anyw
 checkpoint of a run too, whose arrays are read without those of the optimizer.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -17,10 +18,11 @@ from rich.console import Console
 
 from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, huggingface
 from models.folders import check_free
-from models.lora import Adapters, LoRAConfig
+from models.lora import LoRAConfig, merge
 from models.peft import save_adapters
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
+from train.settings.config import RunConfig
 from train.settings.messages import naming_flag
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import load_tokenizer
@@ -31,11 +33,78 @@ _MODEL_LEAVES = "model."
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_target(target: pathlib.Path | None) -> None:
-    """Raises a `ValueError` unless `--export` can write there."""
-    if target is not None:
-        with naming_flag("--export"):
-            check_free(target.expanduser())
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where and how a run is exported.
+
+    Attributes:
+      folder: folder of the run; None to write to `export` alone.
+      export: a further folder, or None.
+      like: checkpoint that the run began with, whose files are copied; None without one.
+      base: its name for PEFT.
+      tokenizer: tokenizer to write; None for that of `like`.
+      merge: whether adapters are also merged into a model.
+    """
+
+    folder: pathlib.Path | None
+    export: pathlib.Path | None
+    like: pathlib.Path | None = None
+    base: str = ""
+    tokenizer: Tokenizer | None = None
+    merge: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run trained.
+
+    Attributes:
+      arrays: a `Decoder`, or adapters as `models.lora.init_adapters` returns them.
+      lora: settings of the adapters; None for a decoder.
+      frozen: returns the decoder that adapters belong to.
+    """
+
+    arrays: Any
+    lora: LoRAConfig | None = None
+    frozen: Callable[[], Decoder] | None = None
+
+    def write(self, target: Target, console: Console) -> None:
+        """Writes folders that `transformers` and `peft` read: a model, or an adapter.
+
+        With `Target.merge` both; then `Target.export` is the merged model. All processes call it
+        together; the first one writes.
+        """
+        write = functools.partial(write_model, like=target.like, tokenizer=target.tokenizer)
+        writers: dict[str, Callable[[pathlib.Path], None]] = {}
+        if self.lora is None:
+            writers[MODEL] = functools.partial(write, self.arrays)
+        else:
+            adapters = functools.partial(save_adapters, self.arrays, self.lora, base=target.base)
+            writers[ADAPTER] = adapters
+            if target.merge:
+                assert self.frozen is not None
+                merged = merge(self.frozen(), self.arrays, self.lora)
+                writers[MODEL] = functools.partial(write, merged)
+        if target.folder is not None:
+            for name, into in writers.items():
+                replace_folder(target.folder / name, into, console)
+        if target.export is not None:
+            *_, into = writers.values()
+            into(target.export.expanduser())
+            console.print(f"written: {target.export}")
+
+
+def exports_only(config: RunConfig) -> bool:
+    """Returns whether `--export` is for a run that is there and is not to go on.
+
+    Raises:
+      ValueError: the folder to write exists and is not empty.
+    """
+    if config.export is None:
+        return False
+    with naming_flag("--export"):
+        check_free(config.export.expanduser())
+    return not config.resume and config.out is not None and has_checkpoint(config.out)
 
 
 def write_model(
@@ -107,48 +176,43 @@ def has_checkpoint(folder: pathlib.Path) -> bool:
     return steps.is_dir() and any(path.name.isdecimal() for path in steps.iterdir())
 
 
-def read_trained(folder: pathlib.Path) -> tuple[int, ModelConfig, Any, LoRAConfig | None]:
+def read_trained(
+    folder: pathlib.Path, frozen: Callable[[], Decoder] | None = None
+) -> tuple[int, Trained]:
     """Reads the last checkpoint of a run without its optimizer.
 
     Args:
       folder: folder of the run.
+      frozen: returns the decoder that adapters belong to.
 
     Returns:
-      The step, the dimensions of the model, the trained arrays on the host (a `Decoder`, or
-      adapters as `models.lora.init_adapters` returns them), and the settings of adapters.
+      The step, and what was trained.
 
     Raises:
-      ValueError: there is no checkpoint, or it is damaged.
+      ValueError: the checkpoint is damaged.
     """
-    if not has_checkpoint(folder):
-        raise ValueError(f"`--out` {folder} holds no checkpoint of a run: name the folder of one.")
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1, read_only=True)
-    step, identity, arrays = checkpoints.read_latest(_MODEL_LEAVES)
-    checkpoints.close()
-    config = _dimensions(identity["model"])
+    with naming_flag("--out"):
+        checkpoints = Checkpoints(folder / "checkpoints", keep=1, read_only=True)
+        step, identity, arrays = checkpoints.read_latest(_MODEL_LEAVES)
+        checkpoints.close()
     adapters = identity["optimizer"].get("adapters")
     if adapters is not None:
-        adapters["targets"] = tuple(adapters["targets"])
-        return step, config, {"layers": _nested(arrays)["layers"]}, LoRAConfig(**adapters)
+        lora = LoRAConfig(**{**adapters, "targets": tuple(adapters["targets"])})
+        return step, Trained(_nested(arrays), lora, frozen)
+    config = _dimensions(identity["model"])
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     for name, array in arrays.items():
-        parameter = huggingface.parameter_of(model, name.removesuffix(".value"))
-        parameter.set_value(array)
-    return step, config, model, None
-
-
-def export_adapters(
-    adapters: Adapters, lora: LoRAConfig, folder: pathlib.Path, base: pathlib.Path
-) -> None:
-    """Writes adapters as PEFT reads them."""
-    save_adapters(adapters, lora, folder, base=str(base))
+        huggingface.parameter_of(model, name.removesuffix(".value")).set_value(array)
+    return step, Trained(model)
 
 
 def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         *parents, leaf = name.split(".")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = array
+        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = (
+            array
+        )
     return tree
 
 

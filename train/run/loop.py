@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ from train.run.step import TrainState, make_eval_step, make_refresh_step, make_t
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -111,6 +113,14 @@ class LostProcessError(RuntimeError):
     """Another process of a run has ended, or cannot be reached."""
 
     exit_code = 1
+
+
+def reporting_errors(program: Callable[[], T]) -> T:
+    """Returns the result of a program. Errors of settings and files become a `BadRunError`."""
+    try:
+        return program()
+    except (ValueError, OSError) as error:
+        raise BadRunError(str(error)) from error
 
 
 def prepare_and_train(
@@ -189,14 +199,15 @@ def train(run: Run, console: Console, stop: StopSignal) -> int:
       The last step done.
 
     Raises:
+      BadRunError: a board of `--log-to` cannot be opened.
       NonFiniteError: the loss or gradient is not finite. Earlier checkpoints stay.
     """
     config, start = run.config, int(run.state.step)
-    title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
+    tokens = config.batch_size * config.seq_len
     with run.lock:
         with (
             jax.set_mesh(run.mesh),
-            Recorder(config.folder, title, start, writes=hosts.is_main()) as recorder,
+            _open_recorder(config, start) as recorder,
             Progress(console, start, config.steps, tokens) as progress,
         ):
             trainer = _Trainer(run, console, recorder, progress)
@@ -216,6 +227,19 @@ def train(run: Run, console: Console, stop: StopSignal) -> int:
     ending = "done" if done == config.steps else stopped
     console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
     return done
+
+
+def _open_recorder(config: ResolvedConfig, start: int) -> Recorder:
+    try:
+        return Recorder(
+            config.folder,
+            f"{config.title}, {config.method}",
+            start,
+            writes=hosts.is_main(),
+            log_to=config.log_to,
+        )
+    except ValueError as error:
+        raise BadRunError(str(error)) from error
 
 
 class _Trainer:

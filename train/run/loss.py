@@ -34,7 +34,7 @@ def batch_shapes(config: RunConfig, *, packed: bool = False) -> dict[str, jax.Sh
 
 def whole_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of the batch of a step, over all micro-batches."""
-    return batch_shapes(dataclasses.replace(config, accumulate=1), packed=config.pretrained)
+    return batch_shapes(dataclasses.replace(config, accumulate=1), packed=config.packed)
 
 
 def inputs_of(batch: Batch, method_name: str) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Records of a run: metrics.jsonl, TensorBoard files and a picture of the loss."""
+"""Records of a run: metrics.jsonl, a picture of the loss, and the boards that show metrics."""
 
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any, Self
 
-import tensorboardX
+from train.run.boards import open_boards
 
 
 class Recorder:
@@ -15,7 +16,15 @@ class Recorder:
     evaluation have `validation_loss`, `perplexity` and `bits_per_byte`.
     """
 
-    def __init__(self, directory: pathlib.Path, title: str, start: int = 0, *, writes: bool = True):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        title: str,
+        start: int = 0,
+        *,
+        writes: bool = True,
+        log_to: Iterable[str] = ("tensorboard",),
+    ):
         """Opens the files, and removes lines that a killed run wrote after step `start`.
 
         Args:
@@ -23,6 +32,10 @@ class Recorder:
           title: title of the picture.
           start: last step done.
           writes: whether to write; of several processes one does.
+          log_to: names of the boards that show the metrics too.
+
+        Raises:
+          ValueError: a damaged file, or a board that cannot be opened.
         """
         self._writes = writes
         if not writes:
@@ -35,10 +48,8 @@ class Recorder:
         lines = "".join(json.dumps(line) + "\n" for line in self._lines)
         (directory / "metrics.tmp").write_text(lines, encoding="utf-8")
         (directory / "metrics.tmp").replace(directory / "metrics.jsonl")
+        self._boards = open_boards(log_to, directory, done)
         self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = tensorboardX.SummaryWriter(
-            str(directory / "tensorboard"), purge_step=done + 1
-        )
 
     def record(self, step: int, **metrics: float) -> None:
         """Writes one line. Values must be finite: JSON has no NaN."""
@@ -48,8 +59,8 @@ class Recorder:
         self._lines.append(line)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        for board in self._boards:
+            board.record(step, metrics)
 
     def draw(self) -> None:
         """Writes `loss.png`."""
@@ -59,10 +70,11 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._writes:
             self._file.close()
-            self._board.close()
+            for board in self._boards:
+                board.close(failed=kind is not None)
             self.draw()
 
 

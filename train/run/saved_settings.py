@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from train.settings.config import RunConfig
 from train.settings.options import RENAMED
 
-_NOT_COMPARED = ("out", "resume", "weight_dtype", "weight_rounding")
+_NOT_COMPARED = ("out", "resume", "download", "log_to", "weight_dtype", "weight_rounding")
 """Settings whose change is not reported. The identity of a checkpoint covers the last two."""
 
 _REMOVED = {

@@ -4,20 +4,14 @@
 headings by their purpose and not by the dataclass that holds them.
 """
 
-import ast
 import contextlib
-import dataclasses
-import functools
 import inspect
 import io
 import pathlib
 import re
 import sys
-import textwrap
-import types
-import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console, Group
@@ -26,17 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from actjax._host import read_right
+from train.settings.config_file import read_arguments
+from train.settings.flags import Flag, flags_of, former_flag
 from train.settings.messages import near_hint
-from train.settings.options import (
-    ADAPTERS,
-    FLAG_METHODS,
-    FORMER_CHOICES,
-    FORMER_FLAGS,
-    FULL_WEIGHTS,
-    REMOVED_FLAGS,
-    default_of,
-    flag_name,
-)
+from train.settings.options import ADAPTERS, FULL_WEIGHTS
 
 T = TypeVar("T")
 
@@ -45,73 +32,13 @@ Headings = dict[str, tuple[str, ...]]
 or of such a field for all that it holds ("options"). A flag stands under the first that names it.
 """
 
-_NAMING = ("--model", "--data", "--checkpoint")
-"""Flags that name a file or a folder, beside those whose type is a path."""
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A flag of a command line.
-
-    Attributes:
-      path: names of the fields that lead to it, such as "data.data".
-      kind: its type; for an optional value, the type of the value.
-      default: its default; `dataclasses.MISSING` if it is required.
-      help: its description.
-      has_opposite: whether it is a switch with `--no-NAME` beside it.
-      is_optional: whether None, which neither switch gives, is its default.
-    """
-
-    path: str
-    kind: Any
-    default: Any
-    help: str
-    has_opposite: bool = False
-    is_optional: bool = False
-
-    @property
-    def name(self) -> str:
-        """The flag, such as "--batch-size"."""
-        return flag_name(self.path.rpartition(".")[2])
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values that it can have; none if they are not a list."""
-        return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
-
-    @property
-    def usage(self) -> str:
-        """The flag and its value, as the help page shows them."""
-        if self.kind is bool:
-            return self.name
-        if get_origin(self.kind) is tuple:
-            return f"{self.name} TEXT ..."
-        return f"{self.name} {_METAVARS.get(self.kind, 'NAME' if self.choices else 'VALUE')}"
-
-    def methods(self, known: Collection[str]) -> list[str]:
-        """Returns which of the known methods use it."""
-        return [m for m in FLAG_METHODS.get(self.path.rpartition(".")[2], known) if m in known]
-
-    def describe(self, methods: Collection[str]) -> str:
-        """Returns the help, the choices, the methods that the flag is for, and the default.
-
-        Args:
-          methods: those of the program.
-        """
-        parts = [self.help]
-        if self.choices:
-            parts.append(f"One of {', '.join(self.choices)}.")
-        if len(self.methods(methods)) < len(methods):
-            parts.append(f"For {', '.join(self.methods(methods))}.")
-        if self.default is dataclasses.MISSING:
-            parts.append("(required)")
-        elif self.kind is bool and not self.is_optional:
-            parts.append(f"(default: {'on' if self.default else 'off'})")
-        elif self.default not in (None, "", ()):
-            shown = " ".join(self.default) if isinstance(self.default, tuple) else self.default
-            parts.append(f"(default: {shown})")
-        return " ".join(parts)
+_CONFIG = Flag(
+    "config",
+    pathlib.Path,
+    None,
+    "YAML file of settings: a key for each flag, such as `batch_size: 16`, and a list for several"
+    " values. Flags of the command line win over it.",
+)
 
 
 def parse(
@@ -140,9 +67,14 @@ def parse(
         choices = getattr(config, "choices", dict)()
         Console(width=width).print(help_page(config, prog, description, choices))
         sys.exit(0)
-    _check_arguments(args, {flag.name: flag for flag in flags_of(config)}, prog)
+    flags = {flag.name: flag for flag in flags_of(config)}
     refused = io.StringIO()
     try:
+        args, path = _without_config(args)
+        given = _check_arguments(args, flags, prog)
+        if path is not None:
+            in_file = read_arguments(path, flags, prog)
+            args += [x for name, joined in in_file.items() if name not in given for x in joined]
         with contextlib.redirect_stderr(refused):
             return from_arguments(config, args, prog=prog)
     except ValueError as error:
@@ -152,7 +84,7 @@ def parse(
 
 
 def from_arguments(config: type[T], args: Sequence[str], prog: str | None = None) -> T:
-    """Returns the settings that arguments give, without a help page."""
+    """Returns the settings that arguments give, rare ones too, without a help page."""
     args = _plain(list(args), {flag.name: flag for flag in flags_of(config)})
     return tyro.cli(config, prog=prog, args=args, config=(tyro.conf.OmitArgPrefixes,))
 
@@ -173,7 +105,7 @@ def _plain(args: list[str], flags: Mapping[str, Flag]) -> list[str]:
     Switches of optional values get a value. A flag with several values may be given several times;
     its values are joined.
     """
-    lists = {name for name, flag in flags.items() if get_origin(flag.kind) is tuple}
+    lists = {name for name, flag in flags.items() if flag.is_list}
     values: dict[str, list[str]] = {}
     plain: list[str] = []
     current: list[str] = plain
@@ -198,10 +130,38 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> None:
-    """Exits with an error and the nearest name for an unknown flag or an unknown choice."""
-    switches = (name for name, flag in flags.items() if flag.has_opposite)
-    known = [*flags, *(f"--no-{name.removeprefix('--')}" for name in switches)]
+def _without_config(args: Sequence[str]) -> tuple[list[str], pathlib.Path | None]:
+    """Returns arguments without `--config` and its value, and that value.
+
+    Raises:
+      ValueError: it is given twice, or without a value.
+    """
+    others: list[str] = []
+    paths: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == _CONFIG.name:
+            paths.append(value if equals else next(rest, ""))
+        else:
+            others.append(argument)
+    if any(not path or path.startswith("--") for path in paths):
+        raise ValueError("`--config` is empty: give it a YAML file, or leave it out.")
+    if len(paths) > 1:
+        raise ValueError(f"`--config` is given {len(paths)} times: write one file.")
+    return others, pathlib.Path(paths[0]) if paths else None
+
+
+def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> set[str]:
+    """Returns the names of the flags that are given.
+
+    Raises:
+      ValueError: an unknown flag or an unknown choice, with the nearest name.
+    """
+    given: set[str] = set()
+    plain = {name: flag for name, flag in flags.items() if not flag.is_rare}
+    switches = (name for name, flag in plain.items() if flag.has_opposite)
+    known = [*plain, *(f"--no-{name.removeprefix('--')}" for name in switches)]
     for index, argument in enumerate(args):
         match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", argument, re.DOTALL)
         if match is None:
@@ -209,79 +169,35 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         name = match[1].replace("_", "-")
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
         if name not in known:
-            if name in FORMER_FLAGS:
-                _fail(f"`{name}` is now {FORMER_FLAGS[name].format(value=value or '...')}.")
-            if removed := REMOVED_FLAGS.get(name.replace("--no-", "--")):
-                _fail(f"`{match[1]}` was removed: {removed}")
-            hint = near_hint(name, known, cutoff=0.6)
-            _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
+            raise ValueError(
+                _of_config_file(name, value, flags)
+                or former_flag(name, value)
+                or f"unknown flag `{match[1]}`."
+                f"{near_hint(name, [*known, _CONFIG.name], cutoff=0.6)} See `{prog} --help`."
+            )
         flag = flags.get(name)
         if match[2] is not None and (flag is None or flag.kind is bool):
-            _fail(f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`.")
-        if flag is None:  # A switch that is turned off.
-            continue
-        names_path = flag.kind is pathlib.Path or name in _NAMING
-        if (value == "" and names_path) or (get_origin(flag.kind) is tuple and not value):
-            _fail(f"`{name}` is empty: give it a value, or leave it out.")
-        former = FORMER_CHOICES.get(name, {}).get(str(value))
-        if former is not None and value not in flag.choices:
-            _fail(f"`{name} {value}` was removed: {former}")
-        if flag.choices and value is not None and value not in flag.choices:
-            _fail(
-                f"`{name}` must be one of {', '.join(flag.choices)}, got {value!r}."
-                f"{near_hint(value, flag.choices)}"
+            raise ValueError(
+                f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`."
             )
+        given.add(name if flag else name.replace("--no-", "--"))
+        if flag is not None:  # Not a switch that is turned off.
+            flag.check(value)
+    return given
 
 
-def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
-    """Returns the flags of a dataclass, and of the dataclasses in its fields.
-
-    Args:
-      config: the dataclass.
-      path: of the field that holds it, followed by a dot.
-      default: an instance whose values are the defaults.
-    """
-    hints, marked = (typing.get_type_hints(config, include_extras=e) for e in (False, True))
-    texts, flags = field_texts(config), []
-    for field in dataclasses.fields(config):
-        markers = getattr(marked[field.name], "__metadata__", ())
-        if tyro.conf.Fixed in markers:
-            continue
-        value = default_of(field) if default is None else getattr(default, field.name)
-        kind, name = _without_none(hints[field.name]), path + field.name
-        if dataclasses.is_dataclass(kind):
-            flags += flags_of(kind, f"{name}.", value)
-        else:
-            is_optional = kind is bool and kind is not hints[field.name]
-            has_opposite = kind is bool and tyro.conf.FlagCreatePairsOff not in markers
-            text = texts.get(field.name, "")
-            flags.append(Flag(name, kind, value, text, has_opposite, is_optional))
-    return flags
-
-
-def _without_none(kind: Any) -> Any:
-    if get_origin(kind) in (typing.Union, types.UnionType):
-        kinds = [arg for arg in get_args(kind) if arg is not type(None)]
-        return kinds[0] if len(kinds) == 1 else kind
-    return kind
-
-
-@functools.cache
-def field_texts(config: type) -> dict[str, str]:
-    """Returns the string after each field of a dataclass, with its line breaks removed."""
-    texts: dict[str, str] = {}
-    for base in reversed([c for c in config.__mro__ if dataclasses.is_dataclass(c)]):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(node, ast.ClassDef)
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                texts[field.target.id] = " ".join(str(text.value.value).split())
-    return texts
+def _of_config_file(name: str, value: str | None, flags: Mapping[str, Flag]) -> str:
+    """Returns how to give a setting that is no flag; "" if the name is none of a setting."""
+    is_off = name not in flags
+    flag = flags.get(name.replace("--no-", "--"))
+    if flag is None or not flag.is_rare or (is_off and flag.kind is not bool):
+        return ""
+    if flag.kind is bool:
+        value = "false" if is_off else "true"
+    return (
+        f"`{name}` is a setting of `--config` files: write `{flag.key}: {value or '...'}` into a"
+        " YAML file and pass `--config FILE`."
+    )
 
 
 def under_headings(flags: Sequence[Flag], headings: Headings) -> dict[str, list[Flag]]:
@@ -311,11 +227,16 @@ def help_page(
     paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
     parts: list[Any] = [Text(f"usage: {prog} [flags]\n", style="bold")]
     parts += [Text(f"{paragraph}\n") for paragraph in paragraphs]
-    for heading, flags in under_headings(flags_of(config), config.HEADINGS).items():
-        if not flags:
-            continue
-        parts += [Text(heading, style="bold"), _table(_rows(flags, choices)), Text()]
+    every = flags_of(config)
+    by_heading = under_headings([f for f in every if not f.is_rare], config.HEADINGS)
+    by_heading["Common flags"].append(_CONFIG)
+    for heading, flags in by_heading.items():
+        if flags:
+            parts += [Text(heading, style="bold"), _table(_rows(flags, choices)), Text()]
     parts.append(Text("A switch that is on is turned off by --no-NAME, for example --no-resume."))
+    if rare := [f for f in every if f.is_rare]:
+        heading = Text("\nIn a --config file alone", style="bold")
+        parts += [heading, _table(_rows(rare, choices))]
     return Group(*parts)
 
 

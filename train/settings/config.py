@@ -163,6 +163,8 @@ class RunConfig:
     """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
+    download: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Download a checkpoint of the Hugging Face Hub into its cache, as far as it is not there."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and the codecs."""
     distributed: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -183,6 +185,9 @@ class RunConfig:
     """Continue from the last checkpoint in `--out`, or from the start if there is none. The same
     settings give the same bits as an unbroken run. Model, text, batch, seed, weights and the form
     of the optimizer state must be the same; other changed settings are printed."""
+    log_to: tuple[str, ...] = ("tensorboard",)
+    """Where metrics are shown beside metrics.jsonl: tensorboard (in `--out`), wandb (Weights &
+    Biases, the project actjax), or both."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     eval_every: int = 100
@@ -206,6 +211,8 @@ class RunConfig:
             )
         check_range(self, 2**32, "seed")
         check_range(self, math.inf, "z_loss")
+        for name in self.log_to:
+            check_known("`--log-to`", name, ("tensorboard", "wandb"))
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
@@ -224,7 +231,7 @@ _TRAINING: Headings = {
 _OUTPUT: Headings = {
     "Optimizer": ("optimizer", "z_loss", "seed"),
     "Logging, evaluation and checkpoints": (
-        *("log_every", "eval_every", "eval_batches", "save_every", "keep"),
+        *("log_to", "log_every", "eval_every", "eval_batches", "save_every", "keep"),
     ),
 }
 
@@ -245,11 +252,11 @@ class PretrainConfig(RunConfig):
     """Dtype of weights and gradients. auto: bfloat16 for lean, lean_remat and lean_subspace,
     float32 for the others."""
     model: str = "llama_9m"
-    """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
-    the tokenizer."""
+    """Dimensions of the model, or a checkpoint (a folder, or a name such as Qwen/Qwen3-0.6B) whose
+    dimensions it has. Its vocabulary is that of the tokenizer."""
     checkpoint: str = ""
-    """Begin with the weights and the tokenizer of this checkpoint (a Hugging Face folder or a run)
-    instead of random weights of `--model`."""
+    """Begin with the weights and the tokenizer of this checkpoint (a Hugging Face folder, a name at
+    the Hub, or a run) instead of random weights of `--model`."""
     model_vocab_size: int = 0
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""
@@ -261,7 +268,7 @@ class PretrainConfig(RunConfig):
             *("learning_rate", "weight_dtype", "out", "resume", "export"),
         ),
         **_TRAINING,
-        "Text and tokenizer": ("data", "model_vocab_size"),
+        "Text and tokenizer": ("data", "model_vocab_size", "download"),
         **_OUTPUT,
     }
     """Order of the help page."""
@@ -350,8 +357,8 @@ class FinetuneConfig(RunConfig):
     """
 
     checkpoint: str = ""
-    """Required: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its
-    tokenizer."""
+    """Required: a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its tokenizer: its
+    folder, or its name at the Hub, such as Qwen/Qwen3-0.6B."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     of the checkpoint."""
@@ -371,7 +378,7 @@ class FinetuneConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "data.data", "method", "steps", "batch_size", "seq_len"),
+            *("checkpoint", "download", "data.data", "method", "steps", "batch_size", "seq_len"),
             *("learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
         ),
         "Examples": ("tokenizer", "data"),

@@ -111,7 +111,7 @@ FORMER_FLAGS = {
     "--factored-second-moment": "part of `--moment-dtype`, such as 4bit-factored",
     "--projection-rank": "`--rank {value}`",
     "--projection-gap": "`--gap {value}`",
-    "--projection-scale": "`--scale {value}`",
+    "--projection-scale": "`scale: {value}` in a `--config` file",
     "--table": "`python -m benchmarks.fits`",
     "--devices-table": "`python -m benchmarks.devices`",
     "--power-iterations": '`--codec "RandomizedSVD(power_iterations={value})"`',
@@ -135,6 +135,11 @@ FORMER_CHOICES = {
     },
 }
 """By flag and value that were removed: what to choose."""
+RARE = frozenset({
+    "beta1", "beta2", "z_loss", "adapt_every", "scale", "keep", "eval_batches",
+    "calibration_batches", "recalibrate_every", "count_prompts",
+})  # fmt: skip
+"""Settings that a `--config` file takes and the command line does not, which keeps it short."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
 _OF_A_PROJECTION = ("rank", "gap", "scale")
@@ -142,8 +147,8 @@ _OF_A_PROJECTION = ("rank", "gap", "scale")
 
 
 def flag_name(field: str) -> str:
-    """Returns the flag of a field: "--lora-rank" for "lora_rank"."""
-    return "--" + field.replace("_", "-")
+    """Returns how messages name a field: "--lora-rank", but "beta1" for a setting of `RARE`."""
+    return field if field in RARE else "--" + field.replace("_", "-")
 
 
 def check_at_least(least: int, **values: float | None) -> None:
@@ -204,7 +209,12 @@ def used_options(method: str, options: MethodOptions) -> MethodOptions:
 
 
 def shown_flag(field: str, value: Any) -> str:
-    """Returns a flag as it was given: "--offload", "--no-balance", "--rank 8"."""
+    """Returns a flag as it was given: "--offload", "--no-balance", "--rank 8".
+
+    A setting of `RARE` is shown as the line of a `--config` file: "beta1: 0.8".
+    """
+    if field in RARE:
+        return f"{field}: {str(value).lower()}"
     if isinstance(value, bool):
         return flag_name(field if value else f"no_{field}")
     if isinstance(value, tuple):

@@ -5,7 +5,8 @@ import pathlib
 from typing import Any
 
 from models import ModelConfig, preset
-from models.checkpoints import read_dimensions
+from models.checkpoints import find_checkpoint, read_dimensions
+from models.hub import is_repository
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train.settings import methods
@@ -32,8 +33,8 @@ class ResolvedConfig(RunConfig):
       model_config: its dimensions.
       folder: folder of the run.
       adapter: the settings of the adapters; None if all weights are trained.
-      pretrained: whether a checkpoint is trained on examples: it is evaluated first, and several
-        examples share a sequence without seeing each other.
+      pretrained: whether the weights of a checkpoint are trained: they are evaluated first.
+      packed: whether several examples share a sequence without seeing each other.
       positions: longest sequence of the model as published, or as its checkpoint says. The model
         that is trained takes sequences of `seq_len` tokens.
     """
@@ -43,6 +44,7 @@ class ResolvedConfig(RunConfig):
     folder: pathlib.Path
     adapter: AdapterConfig | None = None
     pretrained: bool = False
+    packed: bool = False
     positions: int
 
     @property
@@ -97,12 +99,25 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
         that of the preset, unless `--model-vocab-size` is given.
 
     Raises:
-      ValueError: an unknown model, or one with fewer tokens than the tokenizer.
+      ValueError: an unknown model, one with fewer tokens than the tokenizer, or `--download` for a
+        preset.
     """
+    if config.checkpoint:
+        with naming_flag("--checkpoint"):
+            return read_dimensions(find_checkpoint(config.checkpoint, weights=False))[0]
     asked, path = config.model_vocab_size, pathlib.Path(config.model)
-    known = config.model in PRESETS or not path.exists()
+    known = config.model in PRESETS or not (path.exists() or is_repository(config.model))
     with naming_flag("--model"):
-        model = preset(config.model) if known else read_dimensions(path)[0]
+        if known:
+            model = preset(config.model)
+        else:
+            folder = find_checkpoint(config.model, config.download, weights=False)
+            model = read_dimensions(folder)[0]
+    if known and config.download:
+        raise ValueError(
+            f"`--download` has no effect with `--model {config.model}`, whose dimensions are known:"
+            " drop it."
+        )
     if tokenizer_size is None:
         return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
     if 0 < asked < tokenizer_size:
@@ -140,7 +155,7 @@ def resolve(
     options = method.resolve(config.options, model, projects=projects)
     if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
         raise ValueError(
-            f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
+            f"`adapt_every: {options.adapt_every}` has no effect without `--average-bits`: give"
             " both, or neither."
         )
     subspace = methods.Subspace(side="smaller") if projects else method.subspace
@@ -166,7 +181,8 @@ def resolve(
         "positions": model.max_seq_len,
         "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
         "adapter": adapter if method.adapters else None,
-        "pretrained": adapter is not None,
+        "pretrained": bool(config.checkpoint),
+        "packed": isinstance(config, FinetuneConfig),
     }
     return ResolvedConfig(**{**shared, **resolved})
 

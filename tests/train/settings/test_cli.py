@@ -11,6 +11,7 @@ from train.evaluation.config import EvaluateConfig
 from train.plan import PlanConfig
 from train.settings import cli
 from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.flags import field_texts, flags_of
 from train.settings.options import FULL_WEIGHTS
 
 PROGRAMS = (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
@@ -25,12 +26,18 @@ def page(config, width: int = 80) -> str:
 
 def test_every_flag_of_every_program_has_a_description_and_a_heading():
     for config in PROGRAMS:
-        flags = cli.flags_of(config)
+        flags = flags_of(config)
         assert len({flag.name for flag in flags}) == len(flags)
         assert all(flag.help for flag in flags)
         found = cli.under_headings(flags, config.HEADINGS)
         assert next(iter(found)) == "Common flags"
         assert sum(map(len, found.values())) == len(flags)
+
+
+def test_the_command_lines_stay_short():
+    # 38 and 50, `--download` and `--log-to`. A setting that few runs change belongs into `RARE`.
+    for config, most in ((PretrainConfig, 40), (FinetuneConfig, 52)):
+        assert sum(not flag.is_rare for flag in flags_of(config)) <= most
 
 
 def test_help_lists_methods_and_models_and_wraps_to_the_terminal(capsys):
@@ -48,7 +55,12 @@ def test_help_lists_methods_and_models_and_wraps_to_the_terminal(capsys):
         # the text ends there.
         assert sum(len(row) == 1 for row in words) < len(lines) / 10
     text = "\n".join(lines)
-    assert text.index("Common flags") < text.index("Method options") < text.index("--keep")
+    assert text.index("Common flags") < text.index("Method options") < text.index("--save-every")
+    common, rare = text.split("In a --config file alone")
+    assert "--config PATH" in common
+    assert "beta2 FLOAT" in rare
+    assert "keep INT" in rare
+    assert not {"--beta2", "--keep"} & set(text.split())
     # Methods and flags of fine-tuning alone are not shown.
     assert "--lora-rank" not in text
     assert "--level " not in text
@@ -92,6 +104,14 @@ def test_help_of_the_other_programs():
         ("--optimizer apollo", "`--optimizer apollo` was removed: it was never measured. Choose"),
         ("--optimizer=frugal_signs", "`--optimizer frugal_signs` was removed: it was never"),
         ("--weight-rounding compensated", "`--weight-rounding compensated` was removed: it came"),
+        ("--beta2=0.99", "`--beta2` is a setting of `--config` files: write `beta2: 0.99` into a"),
+        ("--z_loss", "write `z_loss: ...` into a YAML file and pass `--config FILE`."),
+        ("--projection-scale 2", "is now `scale: 2` in a `--config` file."),
+        ("--config", "`--config` is empty: give it a YAML file, or leave it out."),
+        ("--config --steps 5", "`--config` is empty"),
+        ("--config=a.yaml --config b.yaml", "`--config` is given 2 times: write one file."),
+        ("--config none.yaml", "`--config` none.yaml cannot be read: No such file or directory."),
+        ("--confg x", "unknown flag `--confg`. Did you mean --config?"),
     ],
 )
 def test_unknown_and_former_flags_and_values_get_a_hint_in_one_line(arguments, message, capsys):
@@ -138,6 +158,6 @@ class _Bare:
 
 
 def test_texts_are_joined_and_a_flag_without_heading_is_an_error():
-    assert cli.field_texts(_Bare) == {"x": "The first line and the second."}
+    assert field_texts(_Bare) == {"x": "The first line and the second."}
     with pytest.raises(ValueError, match="no heading names y"):
-        cli.under_headings(cli.flags_of(_Bare), _Bare.HEADINGS)
+        cli.under_headings(flags_of(_Bare), _Bare.HEADINGS)

@@ -4,14 +4,15 @@ import dataclasses
 import re
 
 from models import preset
-from train.settings.cli import flags_of
 from train.settings.config import AdapterConfig, FinetuneConfig, PretrainConfig
+from train.settings.flags import flags_of
 from train.settings.methods import METHODS
 from train.settings.options import (
     ADAPTERS,
     FLAG_METHODS,
     FORMER_FLAGS,
     FULL_WEIGHTS,
+    RARE,
     MethodOptions,
     check_flags,
     given_fields,
@@ -59,7 +60,9 @@ def test_every_method_with_sites_takes_codecs():
 
 
 def test_former_flags_answer_with_one_that_exists():
-    flags = {flag.name for config in (PretrainConfig, FinetuneConfig) for flag in flags_of(config)}
+    every = [flag for config in (PretrainConfig, FinetuneConfig) for flag in flags_of(config)]
+    assert {flag.key for flag in every if flag.is_rare} == RARE
+    flags = {flag.name for flag in every if not flag.is_rare} | {"--config"}
     for former, text in FORMER_FLAGS.items():
         assert former not in flags
         named = set(re.findall(r"--[a-z][a-z-]+", text))

@@ -1,12 +1,15 @@
 """Settings with every default filled in."""
 
 import dataclasses
+import json
 import pathlib
 
+import hub_cache
 import pytest
 from tiny import CONFIG as MODEL
 
 from models import preset
+from models.huggingface import fields_of
 from train.run.recipe import build_recipe
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
@@ -54,6 +57,17 @@ def test_the_vocabulary_of_a_model_is_that_of_its_tokenizer_unless_it_is_given(
     config = PretrainConfig(model="llama_60m", model_vocab_size=asked)
     found = dimensions(config, tokenizer_size)
     assert found == dataclasses.replace(preset("llama_60m"), vocab_size=want)
+
+
+def test_dimensions_of_a_checkpoint_by_its_name_at_the_hub(tmp_path, monkeypatch):
+    hub_cache.use(monkeypatch, tmp_path / "hub")
+    (tmp_path / "config.json").write_text(json.dumps(fields_of(MODEL, "float32")))
+    with pytest.raises(ValueError, match="`--model`: 'org/tiny' is no folder and is not in the H"):
+        dimensions(PretrainConfig(model="org/tiny"))
+    hub_cache.put(tmp_path / "hub", "org/tiny", tmp_path)  # Weights are not needed.
+    assert dimensions(PretrainConfig(model="org/tiny")) == MODEL
+    with pytest.raises(ValueError, match="`--download` has no effect with `--model llama_9m`"):
+        dimensions(PretrainConfig(download=True))
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,6 @@ def test_the_last_batch_is_padded_and_masked(make):
 @every_validation
 def test_sizes_below_one_are_refused(make):
     for name, flag in (("seq_len", "--seq-len"), ("batch_size", "--batch-size"),
-                       ("eval_batches", "--eval-batches")):  # fmt: skip
+                       ("eval_batches", "eval_batches")):  # fmt: skip
         with pytest.raises(ValueError, match=f"`{flag}` must be at least 1, got 0"):
             make(**{name: 0})
