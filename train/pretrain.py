@@ -60,7 +60,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the text or the checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint, dtype = None, "float32"
+    checkpoint, dtype, parts = None, "float32", dict[str, Any]()
     with hosts.failing_together():
         if user_config.checkpoint:
             with naming_flag("--checkpoint"):
@@ -76,6 +76,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         if checkpoint is not None:
             flag = "--checkpoint" if user_config.data.tokenizer is None else "--tokenizer"
             remark = fit_vocabulary(tokenizer, flag, config.title, model_config.vocab_size)
+            parts["checkpoint"] = fingerprint(checkpoint)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
         how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         how["special_tokens"] = user_config.data.special_tokens
@@ -96,7 +97,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
         row_order=row_order(tokenizer),
-        **({} if checkpoint is None else {"checkpoint": fingerprint(checkpoint)}),
+        **parts,
     )
 
 

@@ -119,10 +119,10 @@ class Checkpoints:
         identity = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         reader, path = ocp.PyTreeCheckpointer(), self._manager.directory / str(step) / "state"
         try:
-            known = reader.metadata(path).item_metadata.tree
+            known: Any = reader.metadata(path).item_metadata
             like = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-                for name, x in known.items()
+                for name, x in known.tree.items()
                 if name.startswith(prefix)
             }
             on_host = dict.fromkeys(like, ocp.RestoreArgs(restore_type=np.ndarray))
