@@ -210,17 +210,17 @@ def _check_init(value: Any) -> None:
     name = str(value).lower()
     if isinstance(value, bool) or value is None or name in _INITS:
         return
+    merge = (
+        "merge it in PEFT, with `merge_and_unload`, and pass the merged model as the checkpoint."
+    )
     changed = "which changes the base weights, so the adapter does not fit the checkpoint:"
     if name.startswith(_CONVERTED):
         advice = (
             f"{changed} convert it to plain LoRA in PEFT, with `save_pretrained(DIR,"
-            " path_initial_model_for_weight_conversion=INITIAL)`."
+            f" path_initial_model_for_weight_conversion=UNTRAINED_ADAPTER)`, or {merge}"
         )
     elif name == "loftq":
-        advice = (
-            f"{changed} merge it in PEFT, with `merge_and_unload`, and pass the merged model as the"
-            " checkpoint."
-        )
+        advice = f"{changed} {merge}"
     else:
         advice = f"but supported are true, false, {', '.join(_INITS)}."
     raise ValueError(f"`init_lora_weights` is {value!r}, {advice}")
