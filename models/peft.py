@@ -216,7 +216,7 @@ def _check_init(value: Any) -> None:
     changed = "which changes the base weights, so the adapter does not fit the checkpoint:"
     if name.startswith(_CONVERTED):
         advice = (
-            f"{changed} convert it to plain LoRA in PEFT, with `save_pretrained(DIR,"
+            f"{changed} convert it to plain LoRA in PEFT, with `save_pretrained(OUT,"
             f" path_initial_model_for_weight_conversion=UNTRAINED_ADAPTER)`, or {merge}"
         )
     elif name == "loftq":

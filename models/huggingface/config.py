@@ -118,7 +118,7 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         norm_eps=_number(fields, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(fields, "tie_word_embeddings"),
         attention_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         sliding_window=_window(fields, kind),
@@ -231,6 +231,13 @@ def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"`{name}` must be true or false, got {value!r}.")
+    return bool(value)
+
+
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeScaling | None]:
     """Returns the base of the frequencies, and their scaling."""
     # `transformers` reads the first that is not empty, in this order.
@@ -248,30 +255,40 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeSca
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, LinearRopeScaling(_number(rope, "factor"))
+        return theta, LinearRopeScaling(_positive(rope, "factor"))
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in names if name not in rope]
     if missing:
         raise ValueError(f"the RoPE scaling 'llama3' lacks {', '.join(missing)}.")
-    factor, low, high = (_number(rope, name) for name in names[:3])
-    return theta, RopeScaling(factor, low, high, int(_number(rope, names[3])))
+    factor, low, high, length = (_positive(rope, name) for name in names)
+    if not low < high:
+        raise ValueError(f"`high_freq_factor` {high} must be above `low_freq_factor` {low}.")
+    return theta, RopeScaling(factor, low, high, int(length))
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = fields.get(name) or default
+    value = fields.get(name)
+    value = default if value is None else value
     # Python's integers are of any size, and its JSON has infinities and NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _NUMBERS:
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
     return float(value)
 
 
+def _positive(fields: Mapping[str, Any], name: str) -> float:
+    value = _number(fields, name)
+    if not value > 0:
+        raise ValueError(f"`{name}` of the RoPE scaling must be above 0, got {value}.")
+    return value
+
+
 def _window(fields: Mapping[str, Any], kind: str) -> int | None:
     """Returns the sliding window of all layers."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     size = fields.get("sliding_window")
-    if kind == "llama" and size is not None:
+    if kind == "llama" and size:
         raise ValueError(f"`sliding_window` is {size!r}, but the model type llama has no window.")
-    if size is None or (kind != "mistral" and not fields.get("use_sliding_window")):
+    if size is None or (kind != "mistral" and not _flag(fields, "use_sliding_window")):
         size, windowed = None, 0
     elif kind == "mistral":
         windowed = layers

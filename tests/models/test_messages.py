@@ -95,6 +95,10 @@ WINDOWED = {
     "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0
 }  # fmt: skip
 NO_WINDOW = {"sliding_window": None}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 FULL = ["full_attention"] * 2
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -115,6 +119,10 @@ def test_dimensions_of_checkpoints():
         ({"model_type": ["llama"]}, "unsupported `model_type` ['llama']"),
         ({"rope_scaling": 7}, "the parameters of RoPE must be a JSON object, got 7"),
         ({"rope_theta": -1.0}, "`rope_theta` must be above 0"),
+        ({"rope_theta": 0}, "`rope_theta` must be above 0, got 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "`factor` of the RoPE scaling"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "must be above `low_freq_factor` 1.0"),
+        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be true or false, got 'fal"),
         ({"rope_theta": "x"}, "`rope_theta` must be a number, got 'x'"),
         ({"initializer_range": 10**60}, "`initializer_range` must be a number"),
         ({"initializer_range": float("nan")}, "`initializer_range` must be a number, got nan"),
