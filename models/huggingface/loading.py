@@ -155,8 +155,7 @@ class _Tensors:
                 )
             # `transformers` reads all tensors of all files, and the last of equal names.
             for name in sorted(names & found.keys()):
-                first = self._array(found[name], name)
-                if first.tobytes() != self._array(file, name).tobytes():
+                if not _equal(self._array(found[name], name), self._array(file, name)):
                     raise ValueError(
                         f"'{self._folder}': {found[name]} and {file} both have {name!r}, and they"
                         " differ: remove one."
@@ -249,10 +248,16 @@ class _Tensors:
         stored = self._names[name]
         file = self._files[stored]
         scaled = self._block is not None and f"{name}{_SCALE}" in self._names
-        if self._dtype(file, stored) == _FP8 and not scaled:
+        dtype = self._dtype(file, stored)
+        if dtype == _FP8 and not scaled:
             raise ValueError(
                 f"{self._folder / file}: {stored!r} is {_FP8}, which needs {stored + _SCALE!r} and"
                 " a `quantization_config` in config.json: use the checkpoint that is not quantized."
+            )
+        if scaled and dtype != _FP8:
+            raise ValueError(
+                f"{self._folder / file}: {stored!r} is {dtype}, but has scales for {_FP8},"
+                f" {self._names[name + _SCALE]!r}: the file mixes two checkpoints."
             )
 
     def _check_tied(self) -> None:
@@ -260,7 +265,7 @@ class _Tensors:
             self._array(self._files[self._names[name]], self._names[name])
             for name in (HEAD, _EMBEDDING)
         )
-        if head.tobytes() != embedding.tobytes():
+        if not _equal(head, embedding):
             raise ValueError(
                 f"'{self._folder}': config.json ties {self._names[HEAD]} to the embeddings, but the"
                 " file has both, and they differ: set `tie_word_embeddings` to false."
@@ -306,6 +311,10 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     if jnp.finfo(dtype).max < jnp.finfo(array.dtype).max and not _is_finite(cast):
         raise ValueError(f"{name} has numbers beyond the range of {dtype}: choose another dtype.")
     return cast
+
+
+def _equal(x: np.ndarray, y: np.ndarray) -> bool:
+    return (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -350,6 +350,10 @@ def test_weights_in_blocks_of_fp8_are_decoded(tied, tmp_path):
     assert model.layers.mlp.up.get_value().dtype == jnp.bfloat16
     assert model.embedding.get_value().dtype == np.float32
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    mixed = stored | {name[:-10]: decoded[name[:-10]]}
+    write(tmp_path, origin, mixed, quantization_config=quantization)
+    with pytest.raises(ValueError, match="weight' is F32, but has scales for F8_E4M3"):
+        huggingface.load(tmp_path)
     write(tmp_path, origin, stored | {name: stored[name].T}, quantization_config=quantization)
     with pytest.raises(ValueError, match=r"requires \[3, 2\]"):
         huggingface.load(tmp_path)
