@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Read are adapters of linear weights on unchanged base weights: LoRA with its ranks and factors by
-module, rank-stabilized LoRA, and DoRA. Every other setting of PEFT is refused by its name.
+Adapters must be of linear weights of the layers, whose base weights are unchanged: LoRA (with ranks
+and factors by module), rank-stabilized LoRA, or DoRA. Other settings are refused by their names.
 """
 
 import dataclasses

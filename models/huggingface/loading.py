@@ -61,9 +61,9 @@ def load(
 ) -> Decoder:
     """Returns the model in a folder.
 
-    Tensors are those that `transformers` reads: of `model.safetensors`, or else of the files of its
-    index. Their names may have any common prefix. Weights in FP8 with a scale for each block are
-    decoded.
+    As in `transformers`, the tensors of `model.safetensors` are read, or else those of all files of
+    the index. Their names may have any common prefix. Weights in FP8 with a scale for each block
+    are decoded.
 
     Args:
       folder: with `config.json` and either `model.safetensors` or an index of several files.

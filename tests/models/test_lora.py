@@ -410,10 +410,37 @@ def test_saved_adapters_are_read_back(problem, tmp_path):
         save_adapters(adapters, lora, tmp_path / "adapter")
 
 
-def test_dropout_of_adapters_with_magnitudes_is_refused(problem):
-    model, adapters, _ = problem
+def test_the_factor_of_rank_stabilized_adapters():
+    assert LoRAConfig(rank=4, alpha=6.0).scale == 1.5
+    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).scale == 3.0
+
+
+@pytest.fixture(scope="module")
+def with_magnitudes(problem):
+    """Adapters of q with magnitudes, and their settings."""
+    _, adapters, _ = problem
     factors = adapters["layers"]["q"]
-    dora = {"layers": {"q": {**factors, "magnitude": factors["b"][:, 0]}}}
+    magnitude = 1 + np.square(factors["b"][:, 0])
     lora = dataclasses.replace(LORA, dropout=0.5, targets=("q",))
+    return {"layers": {"q": {**factors, "magnitude": magnitude}}}, lora
+
+
+def test_columns_have_the_norms_of_their_magnitudes(problem, with_magnitudes, tmp_path):
+    (model, adapters, _), (dora, lora) = problem, with_magnitudes
+    save_adapters(dora, lora, tmp_path / "adapter")
+    read, settings = load_adapters(tmp_path / "adapter", model.config)
+    assert settings == lora
+    jax.tree.map(np.testing.assert_array_equal, read, dora)
+    got, plain = (
+        np.float64(merge(model, x, LORA).layers.attention.q.get_value()) for x in (read, adapters)
+    )
+    magnitude = dora["layers"]["q"]["magnitude"]
+    want = plain / np.linalg.norm(plain, axis=1, keepdims=True) * magnitude[:, None]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    held = attach(model, read, lora).layers.attention.q.get_value()
+    np.testing.assert_array_equal(held, np.float32(got))
+
+
+def test_dropout_of_adapters_with_magnitudes_is_refused(problem, with_magnitudes):
     with pytest.raises(ValueError, match="the adapter of 'q' has a magnitude"):
-        attach(model, dora, lora, jax.random.key(0))
+        attach(problem[0], *with_magnitudes, jax.random.key(0))
