@@ -40,7 +40,7 @@ def read_config(folder: pathlib.Path | str) -> ModelConfig:
 
 def _read_config(folder: pathlib.Path | str) -> tuple[dict[str, Any], ModelConfig]:
     path = pathlib.Path(folder, "config.json")
-    if not path.exists():
+    if not path.is_file():
         reason = "no such folder" if not path.parent.exists() else "no config.json in it"
         if (path.parent / "checkpoints").is_dir():
             reason += "; a run of `train.pretrain` is not exported as a folder of Hugging Face yet"
@@ -119,7 +119,7 @@ class _Tensors:
         # `transformers` prefers the single file.
         if (self._folder / SINGLE).exists():
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        if (self._folder / INDEX).exists():
+        if (self._folder / INDEX).is_file():
             return self._read_index()
         pickles = sorted(p.name for p in self._folder.iterdir() if p.suffix in PICKLES)
         if pickles:
