@@ -30,7 +30,10 @@ TARGETS = {
 """Weights that can have an adapter: by name, their paths in a `Block`."""
 
 Adapters = dict[str, dict[str, dict[str, jax.Array]]]
-"""Under "layers", by target, `a` [L, d, r] and `b` [L, r, n]."""
+"""Under "layers", by target, `a` [L, d, r] and `b` [L, r, n].
+
+Adapters of DoRA (Liu et al., 2024) also have `magnitude` [L, n], the norms of the columns of the
+merged weight. They are read, attached and merged, not drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +47,14 @@ class LoRAConfig:
     rank: int = 16
     """Rank r of the adapters."""
     alpha: float = 16.0
-    """The output of an adapter is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank, or as `rslora` says."""
     dropout: float = 0.0
     """Share of the inputs of an adapter that training sets to zero."""
     targets: tuple[str, ...] = tuple(TARGETS)
     """Weights that have an adapter: any of q, k, v, o, gate, up and down."""
+    rslora: bool = False
+    """Whether the factor is alpha / sqrt(rank) instead (rank-stabilized LoRA; Kalajdzievski, 2023,
+    arXiv 2312.03732): the size of an update then does not shrink with the rank."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -74,7 +80,7 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         """Factor of the output of an adapter."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def weight_shape(config: ModelConfig, target: str) -> tuple[int, int]:
@@ -117,6 +123,12 @@ def attach(
       adapters: as `init_adapters` returns them.
       lora: their settings.
       key: randomness of the dropout; None turns dropout off.
+
+    A weight with a `magnitude` is merged (as `merge` does), because its adapter scales the whole
+    column: it takes the memory of a plain array even if the model is quantized.
+
+    Raises:
+      ValueError: dropout of an adapter with a `magnitude`, which a merged weight cannot apply.
     """
     attached, factors = _copy(model), adapters["layers"]
     for i, (target, path) in enumerate(TARGETS.items()):
@@ -127,6 +139,14 @@ def attach(
         keys = None
         if key is not None and lora.dropout > 0:
             keys = jax.random.split(jax.random.fold_in(key, i), model.config.num_layers)
+        if "magnitude" in factors[target]:
+            if keys is not None:
+                raise ValueError(
+                    f"`dropout` is {lora.dropout}, but the adapter of {target!r} has a magnitude"
+                    " (DoRA): pass key=None."
+                )
+            weight.set_value(_merge_layers(weight.get_value(), factors[target], lora.scale, None))
+            continue
         a, b = factors[target]["a"], factors[target]["b"]
         weight.set_value(actjax.LoRA(weight.get_value(), a, b, keys, lora.scale, lora.dropout))
     for parameter in (attached.embedding, attached.output):
@@ -136,7 +156,10 @@ def attach(
 
 
 def merge(model: Decoder, adapters: Adapters, lora: LoRAConfig, dtype: Any = None) -> Decoder:
-    """Returns the decoder with `W + scale A B` in place of each adapted weight.
+    """Returns the decoder with `V = W + scale A B` in place of each adapted weight.
+
+    With a `magnitude` m, column j of V is multiplied by `m_j / |V_j|` (Liu et al., 2024, equation
+    5). The gradient takes the norms as constants (Section 4.3).
 
     Args:
       model: as for `attach`. All quantized weights are decoded.
@@ -149,19 +172,26 @@ def merge(model: Decoder, adapters: Adapters, lora: LoRAConfig, dtype: Any = Non
         weight = _parameter(merged, path)
         value = weight.get_value()
         if target in factors:
-            ab = factors[target]
-            weight.set_value(_merge_layers(value, ab["a"], ab["b"], lora.scale, dtype))
+            weight.set_value(_merge_layers(value, factors[target], lora.scale, dtype))
         elif isinstance(value, actjax.NF4Weight):
             weight.set_value(jax.lax.map(lambda w: w.astype(dtype or w.dtype), value))
     return merged
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "dtype"))
-def _merge_layers(weight: Any, a: jax.Array, b: jax.Array, scale: float, dtype: Any) -> jax.Array:
-    def merged(layer: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
-        return actjax.LoRA(*layer, scale=scale).merged(dtype)
+def _merge_layers(
+    weight: Any, factors: dict[str, jax.Array], scale: float, dtype: Any
+) -> jax.Array:
+    def merged(layer: tuple[Any, dict[str, jax.Array]]) -> jax.Array:
+        weight, factors = layer
+        adapted = actjax.LoRA(weight, factors["a"], factors["b"], scale=scale)
+        if "magnitude" not in factors:
+            return adapted.merged(dtype)
+        value = adapted.merged(jnp.promote_types(weight.dtype, jnp.float32))
+        norms = jax.lax.stop_gradient(jnp.linalg.norm(value, axis=0))
+        return (value * (factors["magnitude"] / norms)).astype(dtype or weight.dtype)
 
-    return jax.lax.map(merged, (weight, a, b))
+    return jax.lax.map(merged, (weight, factors))
 
 
 def quantize(path: str, array: Any) -> Any:

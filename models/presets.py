@@ -3,8 +3,8 @@
 `llama_9m` to `llama_7b` are the models of GaLore (Zhao et al., 2024, Table 5 and the configurations
 released with it). `llama_3m` is `llama_9m` with the 8,192 tokens of the tokenizer that a run trains
 by default; it suits a CPU. `llama3_1b`, `llama3_3b`, `llama3_8b` and `llama3_70b` are Llama 3.2 1B
-and 3B, and Llama 3 8B and 70B. `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen 2.5 and Qwen 3
-models.
+and 3B, and Llama 3 8B and 70B. `qwen2_5_0_5b`, `qwen3_0_6b`, `qwen3_4b` and `qwen3_8b` are Qwen 2.5
+and Qwen 3 models.
 """
 
 import difflib
@@ -18,7 +18,7 @@ def _galore(
     return ModelConfig(vocab, hidden, ffn, layers, heads, max_seq_len=max_seq_len)
 
 
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int) -> ModelConfig:
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
     return ModelConfig(
         vocab_size=151_936,
         hidden_size=hidden,
@@ -29,7 +29,7 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int) -> ModelConfig:
         head_size=128,
         max_seq_len=40_960,
         rope_theta=1_000_000.0,
-        tie_embeddings=True,
+        tie_embeddings=tied,
         qk_norm=True,
     )
 
@@ -117,6 +117,7 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "qwen3_0_6b": _qwen3(1024, 3072, 28, 16),
     "qwen3_4b": _qwen3(2560, 9728, 36, 32),
+    "qwen3_8b": _qwen3(4096, 12_288, 36, 32, tied=False),
 }
 
 

@@ -18,7 +18,7 @@ from models.huggingface.files import INDEX, PICKLES, SINGLE
 from models.huggingface.table import Row, table
 from models.parameters import fetch, parameter_of
 
-_SHARD_BYTES = 2_000_000_000
+_SHARD_BYTES = 5_000_000_000
 
 
 def save(

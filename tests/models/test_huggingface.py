@@ -1,5 +1,6 @@
 """Tests of models/huggingface: the numbers of `transformers`, and the bytes of saved files."""
 
+import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -176,7 +177,9 @@ def test_other_files_are_copied_and_weights_written_again(folder, tmp_path):
     (origin / "tokenizer.json").write_text("{}")
     (origin / "pytorch_model.bin").write_bytes(b"a pickle")
     config = json.loads((folder / "config.json").read_text())
-    (origin / "config.json").write_text(json.dumps({**config, "license": "MIT"}, indent=2) + "\n")
+    (origin / "config.json").write_text(
+        json.dumps({**config, "transformers_version": "5.0"}, indent=2) + "\n"
+    )
     huggingface.save(huggingface.load(origin), again, like=origin)
     names = {path.name for path in again.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json"}
@@ -239,7 +242,141 @@ def test_tied_embeddings_and_frequencies_of_old_files(folder, tmp_path):
     assert huggingface.load(file.parent).output is None
 
 
-@pytest.mark.parametrize("name", ["llama3_1b", "qwen2_5_0_5b", "qwen3_0_6b", "llama_60m"])
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A folder with a small model whose head is its embeddings, and its tensors."""
+    config = dataclasses.replace(tiny.CONFIG, num_layers=2, tie_embeddings=True)
+    model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    random, arrays = np.random.default_rng(0), {}
+    for row in huggingface.table(config):
+        shape = huggingface.parameter_of(model, row.parameter).get_value().shape
+        shape = shape[1:] if row.stacked else shape
+        for layer in range(config.num_layers if row.stacked else 1):
+            array = random.normal(size=shape[::-1] if row.transposed else shape)
+            arrays[row.tensor.format(layer)] = array.astype(np.float32)
+    folder = tmp_path_factory.mktemp("tied")
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(huggingface.fields_of(config, "float32")))
+    return folder, arrays
+
+
+def write(folder, origin, arrays, **fields):
+    """Writes tensors into a folder, with the `config.json` of another and changed fields."""
+    folder.mkdir(exist_ok=True)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    config = json.loads((origin / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+PREFIXES = {
+    "model.": ["module.model.", "_orig_mod.model.", "language_model.model.", "model.model.", "",
+               "text_model.", "model.language_model.", "base_model.model.model.",
+               "_orig_mod.module.model."],
+    "mlp.": ["mlp._checkpoint_wrapped_module."],
+    "layers.0.": ["layers.0._orig_mod."],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(old, new) for old, names in PREFIXES.items() for new in names]
+)
+def test_names_may_have_a_common_prefix(tied, old, new, tmp_path):
+    origin, arrays = tied
+    model = huggingface.load(origin)
+    renamed = {name.replace(old, new, 1): x for name, x in arrays.items()}
+    write(tmp_path, origin, renamed)
+    assert_same(huggingface.load(tmp_path), model)
+    # A head that is stored too, beside the prefix or after the wrappers.
+    for head in ("lm_head.weight", new[: new.rfind(".", 0, -1) + 1] + "lm_head.weight"):
+        if old == "model.":
+            write(tmp_path, origin, renamed | {head: arrays["model.embed_tokens.weight"]})
+            assert_same(huggingface.load(tmp_path), model)
+
+
+def test_a_tied_model_may_have_its_head_alone(tied, tmp_path):
+    origin, arrays = tied
+    arrays = {name.replace("model.embed_tokens", "lm_head"): x for name, x in arrays.items()}
+    write(tmp_path, origin, arrays)
+    assert_same(huggingface.load(tmp_path), huggingface.load(origin))
+
+
+def test_weights_in_float64_are_read_in_float32(tied, tmp_path):
+    origin, arrays = tied
+    write(tmp_path, origin, {name: x.astype(np.float64) for name, x in arrays.items()})
+    model = huggingface.load(origin)
+    assert_same(huggingface.load(tmp_path, put=lambda _, x: x), model)
+    assert_same(
+        huggingface.load(tmp_path, dtype="bfloat16"), huggingface.load(origin, dtype="bfloat16")
+    )
+    arrays["model.norm.weight"] = np.full_like(arrays["model.norm.weight"], 1e30)
+    write(tmp_path, origin, arrays)
+    huggingface.load(tmp_path, dtype="bfloat16")
+    with pytest.raises(ValueError, match="has numbers beyond the range of float16"):
+        huggingface.load(tmp_path, dtype="float16")
+
+
+def in_fp8(arrays, rows, columns):
+    """Returns tensors with the linear weights in FP8 blocks, and the decoded tensors."""
+    stored, decoded = dict(arrays), dict(arrays)
+    for name, x in arrays.items():
+        if "_proj" in name:
+            shape = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
+            scale = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(jnp.bfloat16)
+            by_weight = np.kron(np.float32(scale), np.ones((rows, columns), np.float32))
+            by_weight = by_weight[: x.shape[0], : x.shape[1]]
+            stored[name] = (x / by_weight).astype(jnp.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            decoded[name] = np.float32(stored[name]) * by_weight
+    return stored, decoded
+
+
+def test_weights_in_blocks_of_fp8_are_decoded(tied, tmp_path):
+    origin, arrays = tied
+    stored, decoded = in_fp8(arrays, 16, 12)
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+        "weight_block_size": [16, 12], "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    renamed = {f"module.{name}": x for name, x in stored.items()}
+    write(tmp_path, origin, renamed, quantization_config=quantization, torch_dtype="bfloat16")
+    write(tmp_path / "decoded", origin, decoded)
+    want = huggingface.load(tmp_path / "decoded")
+    assert_same(huggingface.load(tmp_path, dtype="float32"), want)
+    model = huggingface.load(tmp_path)
+    assert model.layers.mlp.up.get_value().dtype == jnp.bfloat16
+    assert model.embedding.get_value().dtype == np.float32
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    mixed = stored | {name[:-10]: decoded[name[:-10]]}
+    write(tmp_path, origin, mixed, quantization_config=quantization)
+    with pytest.raises(ValueError, match="weight' is F32, but has scales for F8_E4M3"):
+        huggingface.load(tmp_path)
+    write(tmp_path, origin, stored | {name: stored[name].T}, quantization_config=quantization)
+    with pytest.raises(ValueError, match=r"requires \[3, 2\]"):
+        huggingface.load(tmp_path)
+
+
+def test_the_files_that_transformers_reads_are_read(tied, tmp_path):
+    origin, _ = tied
+    model, folder = huggingface.load(origin), tmp_path / "several"
+    huggingface.save(model, folder, max_shard_bytes=5000)
+    shards = sorted(folder.glob("*.safetensors"))
+    # A tensor that two files have, and files that the index does not name.
+    double = safetensors.numpy.load_file(shards[0]) | safetensors.numpy.load_file(shards[1])
+    safetensors.numpy.save_file(double, shards[1])
+    for name in ("adapter_model.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"damaged")
+    assert_same(huggingface.load(folder), model)
+    # The single file comes first.
+    (folder / "model.safetensors").write_bytes((origin / "model.safetensors").read_bytes())
+    shards[0].unlink()
+    assert_same(huggingface.load(folder), model)
+
+
+@pytest.mark.parametrize("name", ["llama3_1b", "qwen2_5_0_5b", "qwen3_8b", "llama_60m"])
 def test_dimensions_are_read_back(name):
     config = preset(name)
     fields = huggingface.fields_of(config, "bfloat16")
@@ -259,3 +396,32 @@ def test_rope_of_old_and_new_files_is_read():
     fields = huggingface.fields_of(config, "bfloat16")
     rope = {**fields.pop("rope_scaling"), "rope_theta": fields.pop("rope_theta")}
     assert huggingface.config_of({**fields, "rope_parameters": rope}) == config
+
+
+def test_empty_fields_and_fields_without_effect_are_read():
+    fields = huggingface.fields_of(tiny.CONFIG, "bfloat16")
+    empty = {
+        "logits_scaling": None, "mlp_bias": False, "rope_interleaved": False, "pruned_heads": {},
+        "resid_pdrop": 0.0, "num_experts": 0, "no_rope_layers": [], "quantization_config": None,
+    }  # fmt: skip
+    harmless = {
+        "attention_dropout": 0.1, "pretraining_tp": 2, "id2label": {"0": "a"}, "temperature": 0.6,
+        "eos_token_id": [1, 2], "partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 3,
+    }  # fmt: skip
+    assert huggingface.config_of({**fields, **empty, **harmless}) == tiny.CONFIG
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_missing_fields_have_the_values_of_transformers(kind):
+    transformers = pytest.importorskip("transformers", reason=REFERENCE)
+    sizes = {
+        "vocab_size": 61, "hidden_size": 256, "intermediate_size": 44, "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+    }  # fmt: skip
+    theirs = transformers.AutoConfig.for_model(kind, **sizes)
+    ours = huggingface.config_of({"model_type": kind, **sizes})
+    assert ours == huggingface.config_of({**theirs.to_dict(), **sizes})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.max_seq_len == theirs.max_position_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.tie_embeddings == theirs.tie_word_embeddings

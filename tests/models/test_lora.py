@@ -1,7 +1,9 @@
 """Tests of models/lora.py and models/peft.py: gradients of merged weights and of PEFT; files."""
 
+import copy
 import dataclasses
 import functools
+import warnings
 
 import jax
 import numpy as np
@@ -297,12 +299,148 @@ def test_peft_loads_what_is_saved(reference, tmp_path):
         assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
+CASES = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "dora and rslora": {"use_dora": True, "use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "eva": {"init_lora_weights": "eva"},
+    "mica": {"init_lora_weights": "mica"},
+    "no initial values": {"init_lora_weights": False},
+    "a regular expression": {"target_modules": r".*\.(q|down)_proj"},
+    "all linear but k": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "one layer": {"layers_to_transform": 1, "layers_pattern": "layers"},
+    "patterns": {
+        "rank_pattern": {"v_proj": 6, r".*layers\.1\.mlp\.up_proj": 2},
+        "alpha_pattern": {"q_proj": 9, "model.layers.0.mlp.down_proj": 1},
+        "use_rslora": True,
+    },
+}
+
+
+def with_adapters(reference, folder, *, trained=True, **options):
+    """Returns a model with adapters of PEFT, saved in a folder."""
+    import peft
+    import torch
+    import transformers
+
+    _, origin = reference
+    base = transformers.LlamaForCausalLM.from_pretrained(origin / "base")
+    options = {
+        "r": 4,
+        "lora_alpha": 5.0,
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
+    } | options
+    with warnings.catch_warnings():  # EVA has no data, and values of a pattern may be unused.
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    model.peft_config["default"].base_model_name_or_path = None
+    model.save_pretrained(folder / "initial")
+    if trained:
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+def merged_weights(model):
+    """Returns the linear weights of a model of PEFT, [L, d, n] each."""
+    layers = copy.deepcopy(model).merge_and_unload().model.layers
+    return {
+        target: np.stack(
+            [layer.get_submodule(f"{owner}.{target}_proj").weight.detach().T for layer in layers]
+        )
+        for target, owner in ((name, "self_attn" if name in "qkvo" else "mlp") for name in TARGETS)
+    }
+
+
+def assert_merged(folder, base, model):
+    """Checks the merged weights of a saved adapter."""
+    ours = huggingface.load(base)
+    adapters, lora = load_adapters(folder, ours.config)
+    merged, attached = merge(ours, adapters, lora), attach(ours, adapters, lora)
+    for target, want in merged_weights(model).items():
+        owner = "attention" if target in "qkvo" else "mlp"
+        got, held = (
+            getattr(getattr(x.layers, owner), target).get_value() for x in (merged, attached)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        if "magnitude" in adapters["layers"].get(target, {}):
+            np.testing.assert_array_equal(held, got)
+        elif isinstance(held, actjax.LoRA):
+            assert held.scale == lora.scale
+    return adapters, lora
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_equal_those_of_peft(case, reference, tmp_path):
+    model = with_adapters(reference, tmp_path, **CASES[case])
+    base = reference[1] / "base"
+    adapters, lora = assert_merged(tmp_path / "adapter", base, model)
+    save_adapters(adapters, lora, tmp_path / "again")
+    assert_merged(tmp_path / "again", base, model)
+
+
+@pytest.mark.parametrize("init", ["olora", "pissa", "pissa_niter_2"])
+def test_adapters_that_change_the_base_are_refused_and_read_when_converted(
+    init, reference, tmp_path
+):
+    model = with_adapters(reference, tmp_path, init_lora_weights=init)
+    config = huggingface.read_config(reference[1] / "base")
+    with pytest.raises(ValueError, match="changes the base weights, so the adapter does not fit"):
+        load_adapters(tmp_path / "adapter", config)
+    # PEFT rewrites the settings of the initial adapter while it converts.
+    model.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=tmp_path / "initial"
+    )
+    assert_merged(tmp_path / "converted", reference[1] / "base", model)
+
+
 def test_saved_adapters_are_read_back(problem, tmp_path):
     model, adapters, _ = problem
-    lora = dataclasses.replace(LORA, dropout=0.25)
+    lora = dataclasses.replace(LORA, dropout=0.25, rslora=True)
     save_adapters(adapters, lora, tmp_path / "adapter", base="somewhere")
     again, settings = load_adapters(tmp_path / "adapter", model.config)
     assert settings == lora
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         save_adapters(adapters, lora, tmp_path / "adapter")
+
+
+def test_the_factor_of_rank_stabilized_adapters():
+    assert LoRAConfig(rank=4, alpha=6.0).scale == 1.5
+    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).scale == 3.0
+
+
+@pytest.fixture(scope="module")
+def with_magnitudes(problem):
+    """Adapters of q with magnitudes, and their settings."""
+    _, adapters, _ = problem
+    factors = adapters["layers"]["q"]
+    magnitude = 1 + np.square(factors["b"][:, 0])
+    lora = dataclasses.replace(LORA, dropout=0.5, targets=("q",))
+    return {"layers": {"q": {**factors, "magnitude": magnitude}}}, lora
+
+
+def test_columns_have_the_norms_of_their_magnitudes(problem, with_magnitudes, tmp_path):
+    (model, adapters, _), (dora, lora) = problem, with_magnitudes
+    save_adapters(dora, lora, tmp_path / "adapter")
+    read, settings = load_adapters(tmp_path / "adapter", model.config)
+    assert settings == lora
+    jax.tree.map(np.testing.assert_array_equal, read, dora)
+    got, plain = (
+        np.float64(merge(model, x, LORA).layers.attention.q.get_value()) for x in (read, adapters)
+    )
+    magnitude = dora["layers"]["q"]["magnitude"]
+    want = plain / np.linalg.norm(plain, axis=1, keepdims=True) * magnitude[:, None]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    held = attach(model, read, lora).layers.attention.q.get_value()
+    np.testing.assert_array_equal(held, np.float32(got))
+
+
+def test_dropout_of_adapters_with_magnitudes_is_refused(problem, with_magnitudes):
+    with pytest.raises(ValueError, match="the adapter of 'q' has a magnitude"):
+        attach(problem[0], *with_magnitudes, jax.random.key(0))

@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -89,6 +91,16 @@ def test_storage():
 
 FIELDS = huggingface.fields_of(tiny.CONFIG, "bfloat16")
 SLIDING = {"model_type": "mistral", "sliding_window": 4}
+WINDOWED = {
+    "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0
+}  # fmt: skip
+NO_WINDOW = {"sliding_window": None}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+FULL = ["full_attention"] * 2
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def test_dimensions_of_checkpoints():
@@ -107,14 +119,53 @@ def test_dimensions_of_checkpoints():
         ({"model_type": ["llama"]}, "unsupported `model_type` ['llama']"),
         ({"rope_scaling": 7}, "the parameters of RoPE must be a JSON object, got 7"),
         ({"rope_theta": -1.0}, "`rope_theta` must be above 0"),
+        ({"rope_theta": 0}, "`rope_theta` must be above 0, got 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "`factor` of the RoPE scaling"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "must be above `low_freq_factor` 1.0"),
+        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be true or false, got 'fal"),
         ({"rope_theta": "x"}, "`rope_theta` must be a number, got 'x'"),
         ({"initializer_range": 10**60}, "`initializer_range` must be a number"),
         ({"initializer_range": float("nan")}, "`initializer_range` must be a number, got nan"),
         ({**SLIDING, "sliding_window": "a"}, "`sliding_window` must be an integer"),
-        ({**SLIDING, "layer_types": 1}, "`layer_types` must be a list, got 1"),
-        ({**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}, "1 of 3 layers have"),
+        ({**SLIDING, "layer_types": 1}, "`layer_types` must be a list of 3, each"),
+        ({**SLIDING, "layer_types": ["full_attention"]}, "`layer_types` must be a list of 3, each"),
+        ({"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention, got"),
+        (
+            {**SLIDING, "layer_types": ["full_attention"] * 3},
+            "gives 0 of 3 layers a window, but the",
+        ),
+        ({**WINDOWED, "layer_types": [*FULL, "sliding_attention"]}, "1 of 3 layers have"),
+        ({**WINDOWED, "max_window_layers": 1}, "2 of 3 layers have"),
+        ({**WINDOWED, **NO_WINDOW, "layer_types": ["sliding_attention"] * 3}, "give 0 of them"),
+        ({"sliding_window": 4}, "`sliding_window` is 4, but the model type llama has no window"),
         ({"rms_norm_eps": -1}, "`norm_eps` must be in [0, 1), got -1"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 2}},
+            "RoPE: `mscale` is 2",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "`partial_rotary_factor` is 0.5: only",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "RoPE: `full_attention` is"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quant_method` is 'gptq': only 'fp8'"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "`activation_scheme` is"),
+        ({"quantization_config": FP8 | {"weight_block_size": None}}, "`weight_block_size` must be"),
+        ({"quantization_config": FP8 | {"modules_in_int4": ["q"]}}, "`modules_in_int4` is ['q']"),
+        (
+            {"quantization_config": 8},
+            "`quantization_config` is not supported: it must be an object",
+        ),
     ]
+    # Fields of other models, of other libraries, and of files with programs.
+    unknown = {
+        "attention_multiplier": 0.5, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+        "residual_multiplier": 0.22, "final_logit_softcapping": 30.0, "no_rope_layers": [1, 0, 1],
+        "attn_logit_softcapping": 50.0, "mlp_bias": True, "use_mrope": True, "qk_layernorm": True,
+        "rope_interleaved": True, "auto_map": {"AutoModel": "modeling.Model"}, "num_experts": 8,
+        "quantization": {"bits": 4}, "clip_qkv": 8, "scale_emb": 12, "mtp_layers": 1,
+    }  # fmt: skip
+    rows += [({name: value}, f"`{name}` is ") for name, value in unknown.items()]
 
     def read(changes):
         huggingface.config_of({k: v for k, v in (FIELDS | changes).items() if v is not ...})
@@ -151,6 +202,10 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
         ({"intermediate_size": 8}, "gate_proj.weight' has the shape ["),
         ({"tie_word_embeddings": False, "model_type": "qwen3"}, "no tensor for"),
         ({"tie_word_embeddings": True}, "ties lm_head.weight to the embeddings, but "),
+        (
+            {"num_hidden_layers": 10_000_000},
+            "describes 10000000 layers, but there are only 30 tens",
+        ),
     ]
     texts = [
         (b"[]", "config.json: expected a JSON object, got list"),
@@ -190,7 +245,51 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
             for length in (len(whole) - 1, len(whole) // 2, 20, 4, 0)
         ],
     )
+    first, other, norm = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
+
+    def renamed(change):
+        return {change(name): x for name, x in tensors.items()}
+
+    changes = [
+        (
+            tensors | {first: tensors[first].astype(np.int8)},
+            f"{first!r} is I8, but weights must be",
+        ),
+        (tensors | {first[:-6] + "qweight": np.ones(2, np.int32)}, "qweight' is I32, but weights"),
+        (tensors | {first: np.ones((44, 24), bool)}, f"{first!r} is BOOL, but weights must be"),
+        (
+            tensors | {first: np.ones((44, 24), jnp.float8_e4m3fn)},
+            f"{first!r} is F8_E4M3, which needs",
+        ),
+        (tensors | {first: np.ones((44, 24), jnp.float8_e5m2)}, f"{first!r} is F8_E5M2, but"),
+        (
+            renamed(lambda x: x if x == norm else f"text.{x}"),
+            "with 'text.model.', but the name of",
+        ),
+        (tensors | {f"module.{norm}": tensors[norm]}, f"'module.{norm}' are both '{norm}'"),
+        (tensors | {"score.weight": tensors[norm]}, "no parameter for the tensor 'score.weight'"),
+        ({x: a for x, a in tensors.items() if x != other}, "The model was saved without its head"),
+    ]
+
+    def changed(content):
+        safetensors.numpy.save_file(content, file)
+        load(folder)
+
+    assert_messages(
+        ValueError, [(functools.partial(changed, content), text) for content, text in changes]
+    )
     file.unlink()
+    os.mkfifo(file)
+    assert_messages(ValueError, [(lambda: load(folder), "model.safetensors is not a file")])
+    file.unlink()
+    stray = {
+        "consolidated.safetensors": "but consolidated.safetensors: copy the index too",
+        "adapter_model.safetensors": "but an adapter: name the folder of its base model",
+    }
+    for name, text in stray.items():
+        (folder / name).write_bytes(whole)
+        assert_messages(FileNotFoundError, [(lambda: load(folder), text)])
+        (folder / name).unlink()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert_messages(
         FileNotFoundError,
@@ -223,6 +322,18 @@ def test_an_index_that_does_not_fit(tmp_path):
     assert_messages(
         ValueError, [(written(path, {"weight_map": files}, load), text) for files, text in rows]
     )
+    stored = (folder / second).read_bytes()
+    double = safetensors.numpy.load_file(folder / first) | {moved: np.ones(2, np.float32)}
+    single = safetensors.numpy.save(double)
+    (folder / first).write_bytes(single)
+    both = written(path, {"weight_map": index}, load)
+    assert_messages(
+        ValueError, [(both, f"{first} and {second} both have {moved!r}, and they diff")]
+    )
+    (folder / "model.safetensors").write_bytes(stored)
+    single = "model.safetensors is read, not the files of model.safetensors.index.json"
+    assert_messages(ValueError, [(both, single)])
+    (folder / "model.safetensors").unlink()
     (folder / second).unlink()
     missing = written(path, {"weight_map": index}, load)
     assert_messages(FileNotFoundError, [(missing, "does not exist, but ")])
@@ -258,19 +369,51 @@ def test_adapters_that_do_not_fit(tmp_path):
     load = functools.partial(load_adapters, config=tiny.CONFIG)
     rows = [
         ({"peft_type": "LOHA"}, "`peft_type` is 'LOHA': only 'LORA' is supported"),
-        ({"use_dora": True}, "`use_dora` is True"),
+        ({"task_type": "SEQ_CLS"}, "`task_type` is 'SEQ_CLS': only 'CAUSAL_LM' is supported"),
+        ({"use_dora": True}, "q_proj.lora_magnitude_vector' is missing"),
+        ({"use_dora": True, "layers_to_transform": 1}, "`use_dora` is True, but only some layers"),
+        ({"use_dora": "yes"}, "`use_dora` must be true or false, got 'yes'"),
         ({"bias": "all"}, "`bias` is 'all'"),
         ({"r": "3"}, "`r` must be a number, got '3'"),
-        ({"r": 2.5}, "`r` must be an integer, got 2.5"),
+        ({"r": 2.5}, "`r` must be an integer of at least 1, got 2.5"),
         ({"lora_alpha": [16]}, "`lora_alpha` must be a number, got [16]"),
         ({"lora_alpha": 10**400}, "`lora_alpha` must be a number"),
         ({"lora_dropout": None}, "`lora_dropout` must be a number, got None"),
         ({"target_modules": ["q_proj", 1]}, "`target_modules` must be a list of names"),
         ({"r": 4}, "shape [3, 24], but the model and the rank require [4, 24]"),
-        ({"target_modules": "all-linear"}, "`target_modules` must be a list of names"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "unknown adapter target 'lm_head'"),
+        ({"target_modules": 7}, "`target_modules` must be a list of names or a regular expression"),
+        ({"target_modules": "(q"}, "`target_modules`: '(q' is no regular expression (missing )"),
+        ({"target_modules": None}, "`target_modules` None names no linear weight of the model"),
+        ({"target_modules": ["lm_head"]}, "`target_modules` ['lm_head'] names no linear weight"),
         ({"target_modules": ["q_proj"]}, "no adapter for the tensor"),
+        ({"exclude_modules": ["mlp.up_proj"]}, "no adapter for the tensor"),
+        ({"layers_to_transform": ["1"]}, "`layers_to_transform` must be a list of layers"),
+        ({"layers_pattern": "h"}, "`layers_pattern` is 'h': only 'layers' is supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "require [4, 24]"),
+        ({"rank_pattern": {"q_proj": 0}}, "`rank_pattern` must be an integer of at least 1, got 0"),
+        ({"rank_pattern": {"q_proj": 2**30}}, "require [1073741824, 24]"),
+        ({"rank_pattern": ["q_proj"]}, "`rank_pattern` must be an object of numbers by module"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "`alpha_pattern` must be a number, got '8'"),
+        ({"alpha_pattern": {"*": 8}}, "`alpha_pattern`: '(.*\\\\.)?(*)$' is no regular expression"),
     ]
+    converted, merged = "convert it to plain LoRA in PEFT", "merge it in PEFT"
+    for init, advice in {
+        "olora": converted, "OLoRA": converted, "pissa": converted, "pissa_niter_4": converted,
+        "corda": converted, "lora_ga": converted, "loftq": merged, "nonsense": "but supported are",
+        "true": "but supported are", 1: "but supported are", "dora": "but supported are",
+    }.items():  # fmt: skip
+        rows.append(({"init_lora_weights": init}, f"`init_lora_weights` is {init!r}, "))
+        rows.append(({"init_lora_weights": init}, advice))
+    # Fields of PEFT 0.21, and fields that no version has.
+    refused = {
+        "modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2], "lora_bias": True,
+        "fan_in_fan_out": True, "alora_invocation_tokens": [5], "layer_replication": [[0, 2]],
+        "use_qalora": True, "velora_config": {"num_groups": 64}, "kasa_config": {"beta": 1e-4},
+        "monteclora_config": {"num_samples": 8}, "arrow_config": {"top_k": 3},
+        "use_bdlora": {"nblocks": 2}, "target_parameters": ["experts.up"],
+        "megatron_config": {"tp": 2}, "use_vera": True, "shared_a": 0.5, "gate": "sigmoid",
+    }  # fmt: skip
+    rows += [({name: value}, f"`{name}` is ") for name, value in refused.items()]
     assert_messages(
         ValueError, [(written(config, fields | changes, load), text) for changes, text in rows]
     )
@@ -285,9 +428,16 @@ def test_adapters_that_do_not_fit(tmp_path):
         + [(written(file, safetensors.numpy.save(x), load), finite) for x in damaged]
         + [(written(file, safetensors.numpy.save(removed), load), "' is missing")],
     )
+    integers = tensors | {first: tensors[first].astype(np.int8)}
+    whole_number = written(file, safetensors.numpy.save(integers), load)
+    assert_messages(
+        ValueError, [(whole_number, f"{first!r} is I8, but adapters must be one of F64")]
+    )
     file.unlink()
     missing = functools.partial(load, folder)
     assert_messages(FileNotFoundError, [(missing, "no adapter_model.safetensors in it")])
+    (folder / "adapter_model.bin").touch()
+    assert_messages(FileNotFoundError, [(missing, "adapter_model.bin is a pickle")])
 
 
 def test_generation():
