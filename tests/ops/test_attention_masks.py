@@ -18,6 +18,7 @@ from ops.attention_cases import (
     problem,
     rotated_oracle,
     run_each,
+    value_and_gradients,
 )
 from ops.helpers import assert_close, tables
 
@@ -66,11 +67,10 @@ def test_documents_that_share_a_sequence_see_only_themselves(ends, forms, x64):
 
 # Packed rows on a GPU: chunks of queries, with cuDNN in plain JAX.
 
-# Documents and padding; numbers in no order, which come back; another document for each position.
-ROWS = [
-    [1] * 3 + [2] * 6 + [3] * 10 + [0] * 4,
-    [5, -2, 2**31 - 1, 5] * 5 + [-2] * 3,
-    [*range(23)],
+DOCUMENTS = [
+    [[1] * 16 + [2] * 21, [1] * 3 + [2] * 13 + [3] * 13 + [0] * 8],
+    # Numbers in no order, which come back; another document for each position.
+    [[5, -2, 2**31 - 1, 5] * 9 + [-2], [*range(37)]],
 ]
 
 
@@ -81,18 +81,21 @@ def plain_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn_packed, "ONE_CALL", 9)
 
 
-@pytest.mark.parametrize("rows", [ROWS, [ROWS[0][:9]]], ids=["chunks", "one call"])
-def test_chunks_of_packed_rows_agree_with_all_scores_at_once(rows, plain_cudnn, x64):
-    arguments = problem(len(rows), len(rows[0]), 4, 2, 4)
-    segments = np.asarray(rows, np.int32)
-    cases = [{}, {"causal": False}, {"window": 5, "codec": Same()}]
-    both = [
-        case | {"segments": segments, "implementation": implementation}
-        for case in cases
-        for implementation in ("cudnn", "dense")
-    ]
-    results = run_each(arguments, both)
-    for got, want in zip(results[::2], results[1::2], strict=True):
+@pytest.mark.parametrize("length", [37, 9], ids=["chunks", "one call"])
+def test_chunks_of_packed_rows_agree_with_all_scores_at_once(length, plain_cudnn, x64):
+    @jax.jit
+    def run(arguments, segments):
+        return [
+            [
+                value_and_gradients(*arguments, **case, segments=segments, implementation=name)
+                for case in ({}, {"causal": False}, {"window": 5, "codec": Same()})
+            ]
+            for name in ("cudnn", "dense")
+        ]
+
+    arguments = problem(2, length, 4, 2, 4)
+    for rows in DOCUMENTS:
+        got, want = run(arguments, np.asarray(rows, np.int32)[:, :length])
         # The log-sum-exp that the backward pass reads is rounded to float32.
         assert_close(got, want, 1e-6, 2e-6)
 
