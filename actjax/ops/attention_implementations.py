@@ -3,8 +3,8 @@
 cuDNN is fastest on a GPU. The blockwise implementation is the same algorithm in plain JAX (Dao et
 al., "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it
 visits blocks of queries and blocks of keys with a running maximum, and skips blocks that see
-nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. `actjax.ops.splash` is for
-TPUs.
+nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. Packed rows go to cuDNN in
+chunks (`actjax.ops.cudnn_packed`). `actjax.ops.splash` is for TPUs.
 
 An implementation is a function of a `Mask`, a name, normalized and rotated q, k and v, and segments
 or None. It returns the output with merged heads, [B, S, H * D].

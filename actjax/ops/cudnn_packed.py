@@ -1,10 +1,14 @@
 """cuDNN's attention of packed rows: documents that share a row and see only themselves.
 
-cuDNN hides the other documents only by a bias of all scores, whose bytes for a row grow with the
-square of its length. Here a call of cuDNN takes a chunk of the queries of a row, and of the keys
-the shortest of a few ranges that hold every key that the chunk sees, so the bytes are linear in the
-length, and the time follows the lengths of the documents. The bias carries the whole mask: it is
-exact for any numbers in any order, and the ranges decide only how much of it is computed.
+A bias of the scores hides the other documents. For a whole row its bytes would grow with the square
+of the length. Here a call of cuDNN takes a chunk of the queries, and a range of the keys that holds
+all that the chunk sees, so memory is linear in the length, and time follows the lengths of the
+documents. The bias carries the whole mask, and is exact for any numbers in any order; the ranges
+only decide which scores are computed.
+
+cuDNN's packed layout, which takes offsets of documents, needs contiguous documents, a fixed number
+of them, and a GPU like the H100 or later; it holds a log-sum-exp of a whole row for each document.
+JAX 0.10 also gives it wrong offsets for keys with fewer heads than queries.
 """
 
 import dataclasses
@@ -25,14 +29,14 @@ ONE_CALL = 4096
 
 
 def cudnn_call(mask: Mask, bias: jax.Array | None, q, k, v) -> jax.Array:
-    """Returns cuDNN's attention of q [B, S, H, D] to k and v [B, T, G, D], [B, S, H, D].
+    """Returns the output of cuDNN's attention, [B, S, H, D].
 
     Args:
       mask: the mask.
-      bias: added to the scaled scores, [B, 1, S, T]; None for none.
-      q: queries.
-      k: keys.
-      v: values.
+      bias: added to the scaled scores, [B, 1, S, T]; None for no bias.
+      q: queries, [B, S, H, D].
+      k: keys, [B, T, G, D].
+      v: values, [B, T, G, D].
     """
     window = None if mask.window is None else (mask.window - 1, 0)
     return jax.nn.dot_product_attention(
@@ -49,9 +53,9 @@ def cudnn_call(mask: Mask, bias: jax.Array | None, q, k, v) -> jax.Array:
 def packed_forward(
     mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B, S, H, D] and the log-sum-exp of the scores, float32 [B, H, S + pad].
+    """Returns the output [B, S, H, D] and the log-sum-exp of the scores, float32 [B, H, S + P].
 
-    `pad` fills the last chunk.
+    P positions of padding fill the last chunk.
     """
     rows = _Rows.of(mask, segments)
     length = q.shape[1]
