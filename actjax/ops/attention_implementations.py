@@ -3,8 +3,8 @@
 cuDNN is fastest on a GPU. The blockwise implementation is the same algorithm in plain JAX (Dao et
 al., "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it
 visits blocks of queries and blocks of keys with a running maximum, and skips blocks that see
-nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. `actjax.ops.splash` is for
-TPUs.
+nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. Packed rows go to cuDNN in
+chunks (`actjax.ops.cudnn_packed`). `actjax.ops.splash` is for TPUs.
 
 An implementation is a function of a `Mask`, a name, normalized and rotated q, k and v, and segments
 or None. It returns the output with merged heads, [B, S, H * D].
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from actjax._core.tags import keep, keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
+from actjax.ops.cudnn_packed import cudnn_call, packed_backward, packed_forward
 from actjax.ops.mask import Mask
 from actjax.ops.splash import splash
 
@@ -48,31 +49,16 @@ def merge_heads(x: jax.Array) -> jax.Array:
 # ----- cuDNN
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cudnn(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
-    del name
-    return merge_heads(_cudnn_call(mask, _segment_bias(segments, q.dtype), q, k, v))
-
-
-def _cudnn_call(mask: Mask, bias: jax.Array | None, q, k, v) -> jax.Array:
-    window = None if mask.window is None else (mask.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        is_causal=mask.causal,
-        local_window_size=window,
-        implementation="cudnn",
-    )
-
-
-def _segment_bias(segments: jax.Array | None, dtype: jnp.dtype) -> jax.Array | None:
-    """Returns a bias [B, 1, S, S] of the scores that hides other segments, which cuDNN lacks."""
     if segments is None:
-        return None
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    return jnp.where(same, 0, jnp.finfo(dtype).min / 2).astype(dtype)
+        return _cudnn_whole(mask, name, q, k, v)
+    return _cudnn_packed(mask, name, q, k, v, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cudnn_whole(mask: Mask, name: str, q, k, v) -> jax.Array:
+    del name
+    return merge_heads(cudnn_call(mask, None, q, k, v))
 
 
 @jax.tree_util.register_dataclass
@@ -81,38 +67,29 @@ class _CudnnResiduals:
     """The leaves of the pullback of cuDNN's attention.
 
     Attributes:
-      leaves: arrays. The output has merged heads; the bias of segments is left out.
-      segments: as for `attention`.
+      leaves: arrays. The output has merged heads.
       treedef: the structure of the pullback. Static.
       outputs: positions of the output among the leaves. Static.
-      biases: positions of the bias of segments among the leaves. Static.
       shape: shape of the output, [B, S, H, D]. Static.
     """
 
     leaves: Any
-    segments: Any
     treedef: Any = dataclasses.field(metadata={"static": True})
     outputs: Any = dataclasses.field(metadata={"static": True})
-    biases: Any = dataclasses.field(metadata={"static": True})
     shape: Any = dataclasses.field(metadata={"static": True})
 
 
-def _cudnn_fwd(mask, name, q, k, v, segments):
+def _cudnn_fwd(mask, name, q, k, v):
     with jax.named_scope("actjax.attention"):
         inputs, _ = keep_inputs(name, q, k, v)
-        bias = _segment_bias(segments, q.dtype)
         # The backward pass of cuDNN reads the leaves of the pullback. The output is one
         # of them, recognized by identity; the merged array that is returned is held in its place.
-        out, pullback = jax.vjp(functools.partial(_cudnn_call, mask, bias), *inputs)
+        out, pullback = jax.vjp(functools.partial(cudnn_call, mask, None), *inputs)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
         leaves, treedef = jax.tree.flatten(pullback)
         outputs = tuple(i for i, leaf in enumerate(leaves) if leaf is out)
-        biases = tuple(i for i, leaf in enumerate(leaves) if bias is not None and leaf is bias)
-        leaves = [
-            merged if i in outputs else None if i in biases else leaf
-            for i, leaf in enumerate(leaves)
-        ]
-    return merged, _CudnnResiduals(leaves, segments, treedef, outputs, biases, out.shape)
+        leaves = [merged if i in outputs else leaf for i, leaf in enumerate(leaves)]
+    return merged, _CudnnResiduals(leaves, treedef, outputs, out.shape)
 
 
 def _cudnn_bwd(mask, name, residuals, dout):
@@ -120,13 +97,37 @@ def _cudnn_bwd(mask, name, residuals, dout):
     shape, leaves = residuals.shape, list(residuals.leaves)
     for i in residuals.outputs:
         leaves[i] = leaves[i].reshape(shape)
-    for i in residuals.biases:
-        leaves[i] = _segment_bias(residuals.segments, dout.dtype)
     with jax.named_scope("actjax.attention"):
-        return *jax.tree.unflatten(residuals.treedef, leaves)(dout.reshape(shape)), None
+        return jax.tree.unflatten(residuals.treedef, leaves)(dout.reshape(shape))
 
 
-_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+_cudnn_whole.defvjp(_cudnn_fwd, _cudnn_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cudnn_packed(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
+    del name
+    return merge_heads(packed_forward(mask, q, k, v, segments)[0])
+
+
+def _cudnn_packed_fwd(mask, name, q, k, v, segments):
+    with jax.named_scope("actjax.attention"):
+        (q, k, v), held = keep_inputs(name, q, k, v)
+        out, lse = packed_forward(mask, q, k, v, segments)
+        merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
+        lse = keep_output(lse, "attention", f"{name} log-sum-exp".strip())
+    return merged, (held, segments, merged, lse)
+
+
+def _cudnn_packed_bwd(mask, name, residuals, dout):
+    del name
+    (q, k, v), segments, out, lse = residuals
+    out, dout = out.reshape(q.shape), dout.reshape(q.shape)
+    with jax.named_scope("actjax.attention"):
+        return *packed_backward(mask, q, k, v, segments, out, lse, dout), None
+
+
+_cudnn_packed.defvjp(_cudnn_packed_fwd, _cudnn_packed_bwd)
 
 
 # ----- plain JAX, in blocks

@@ -17,6 +17,12 @@ from actjax.ops.mask import Mask
 _LANES = 128
 _BLOCKS = (512, 256, _LANES)
 """Queries and keys of a block, the largest first."""
+_FUSED_LENGTH = 4096
+"""Length up to which a single kernel computes all gradients.
+
+It writes a gradient of the queries for each block of keys: at 32,768 tokens, 64 times the bytes of
+the queries. Longer sequences take two kernels, with 7 products of a block in place of 5.
+"""
 _LIBRARY = "jax.experimental.pallas.ops.tpu.splash_attention"
 
 
@@ -37,9 +43,11 @@ def _run(mask: Mask, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) ->
     kernels = _library("splash_attention_kernel")
     length, heads, size = q.shape[1:]
     block = next(block for block in _BLOCKS if length % block == 0)
+    fused = length <= _FUSED_LENGTH
     sizes = kernels.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+        block_kv_dkv_compute=block, use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else block, block_kv_dq=None if fused else block,
     )  # fmt: skip
     kernel: Any = kernels.make_splash_mha(
         mask=_library("splash_attention_mask").MultiHeadMask([_splash_mask(mask, length)] * heads),

@@ -1,13 +1,16 @@
 """Tests of what exact attention holds for its backward pass, and of its workspace."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
+import pytest
 from ops.attention_cases import problem, value_and_gradients
 from ops.helpers import compiled_temporaries, ones, shaped
 
 from actjax import attention, linear
+from train.planning.devices import GPUS, compile_for
 
 
 def held(fun, *args) -> tuple[set, int]:
@@ -81,3 +84,24 @@ def test_a_barrier_keeps_the_two_forward_passes_apart():
 
     assert has_barrier(recompute=True)
     assert not has_barrier(recompute=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the compiler for GPUs: pip install -e '.[compile]'",
+)
+def test_packed_rows_on_a_gpu_take_no_bias_of_all_scores():
+    def run(*arguments, segments):
+        return value_and_gradients(*arguments, segments=segments)
+
+    inputs = [shaped(1, 16384, h, 64, dtype=jnp.bfloat16) for h in (8, 2, 2, 8)]
+    with compile_for(GPUS["h100"]) as place:
+        segments = place(shaped(1, 16384, dtype=jnp.int32))
+        program = jax.jit(run).lower(*place(inputs), segments=segments).compile()
+    # A bias of all scores takes 512 MiB, and its gradient as much. The biases of a chunk take 32
+    # MiB each, the float32 sums of the gradients of keys and values 8 MiB each.
+    assert program.memory_analysis().temp_size_in_bytes < 128 * 2**20
+    # A call for each width of the ranges of keys: the backward pass computes no output again.
+    for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
+        assert program.as_text().count(f'"__cudnn${name}"') == 5

@@ -1,5 +1,7 @@
 """Tests that need a GPU: cuDNN's attention, and equal bits of two runs. Skipped without one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,32 @@ def test_cudnn_attention_agrees_with_the_oracle(batch, length, heads, kv_heads, 
     for got, exact in zip(run(q, k, v, dout), want, strict=True):
         error = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
         # Operands, probabilities and results are rounded to 8 bits each: a few times 2^-9.
+        assert error < 4 * 2**-8
+
+
+# One call; chunks, the last of them padded.
+@pytest.mark.parametrize("length", [512, 5001])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"causal": False}], ids=str)
+def test_cudnn_attention_of_packed_rows_agrees_with_the_dense_form(length, options):
+    rng = np.random.default_rng(length)
+    shapes = [(2, length, h, 64) for h in (4, 2, 2, 4)]
+    arguments = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    documents = np.sort(rng.integers(1, 9, length))
+    documents[-length // 10 :] = 0
+    segments = np.stack([documents, rng.integers(0, 3, length)])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, q, k, v, dout):
+        attend = functools.partial(
+            actjax.attention, segments=segments, implementation=implementation, **options
+        )
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(dout)
+
+    wide = [x.astype(jnp.float32) for x in arguments]
+    for got, want in zip(run("cudnn", *arguments), run("dense", *wide), strict=True):
+        error = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+        # As above; XLA's float32 products on a GPU may be of TensorFloat-32, with 11 bits.
         assert error < 4 * 2**-8
 
 

@@ -28,16 +28,23 @@ def value_and_gradients(implementation, **options):
     return run
 
 
+MASKED = {"window": 100, "segments": np.arange(2).repeat((150, 106))[None].repeat(2, 0)}
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "options"),
+    ("heads", "kv_heads", "options", "fused_length"),
     [
-        pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        (4, 2, {"window": 100, "segments": np.arange(2).repeat((150, 106))[None].repeat(2, 0)}),
-        pytest.param(2, 2, {"causal": False}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {}, 4096, marks=pytest.mark.slow),
+        (4, 2, MASKED, 4096),
+        (4, 2, MASKED, 128),
+        pytest.param(2, 2, {"causal": False}, 4096, marks=pytest.mark.slow),
     ],
-    ids=["plain", "window and segments", "not causal"],
+    ids=["plain", "window and segments", "window and segments, long", "not causal"],
 )
-def test_values_and_gradients_are_those_of_all_scores_at_once(heads, kv_heads, options):
+def test_values_and_gradients_are_those_of_all_scores_at_once(
+    heads, kv_heads, options, fused_length, monkeypatch
+):
+    monkeypatch.setattr("actjax.ops.splash._FUSED_LENGTH", fused_length)
     inputs = arrays(heads, kv_heads)
     got, want = (
         jax.jit(value_and_gradients(name, **options))(*inputs) for name in ("splash", "dense")
