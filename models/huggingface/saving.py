@@ -68,6 +68,7 @@ def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | Non
         if path.is_file() and not weights and path.name != "config.json":
             shutil.copyfile(path, scratch / path.name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # These weights are not quantized.
     name = "dtype" if "dtype" in config else "torch_dtype"
     return {**config, name: dtype, "tie_word_embeddings": model.config.tie_embeddings}
 

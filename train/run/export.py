@@ -210,9 +210,8 @@ def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         *parents, leaf = name.split(".")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = (
-            array
-        )
+        node = functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)
+        node[leaf] = array
     return tree
 
 
