@@ -24,6 +24,8 @@ SUMS = {"task": "gsm8k", "questions": pathlib.Path("q")}
         ({"generate": "a", "batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
         ({"generate": "a", "batch_size": 2}, "`--batch-size 2` has no effect without `--data` or"),
         ({"generate": "a", "seq_len": 8}, "`--seq-len 8` has no effect without `--data`"),
+        ({"generate": "a", "eval_batches": 8}, "`--eval-batches 8` has no effect without `--data`"),
+        ({"data": "a", "eval_batches": 0}, "`--eval-batches` must be at least 1, got 0"),
         ({"generate": "a", "shots": 2}, "`--shots 2` has no effect without `--task`"),
         ({"generate": "a", "top_k": 2}, "`--top-k 2` has no effect without `--temperature`"),
         ({"data": "a", "temperature": 0.5}, "`--temperature 0.5` has no effect without `--gener"),

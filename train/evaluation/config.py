@@ -171,7 +171,7 @@ class EvaluateConfig:
         for config, names, has_effect, reason in rules:
             for name, value in given_fields(config).items():
                 if name in names and not has_effect:
-                    shown = shown_flag(name, value).replace("eval_batches:", "--eval-batches")
+                    shown = shown_flag(name, value, TextConfig.RARE)
                     raise ValueError(
                         f"`{shown}` has no effect {reason}. Drop it, or change the other."
                     )

@@ -126,7 +126,8 @@ def _plain(args: list[str], flags: Mapping[str, Flag]) -> list[str]:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    # A value that the message repeats may have several lines.
+    print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
 
 

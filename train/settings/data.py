@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-Format = Literal["completion", "chat", "text", "alpaca"]
+Format = Literal["completion", "chat", "text", "alpaca", "preference"]
 SpecialTokens = Literal["text", "parse"]
 MOST_TOKENS = 2**24
 """Largest vocabulary that is trained: training one takes about 60 bytes a token."""

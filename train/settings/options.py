@@ -1,6 +1,7 @@
 """Flags of the methods, and the methods that each flag is for."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal
 
 from train.settings.codecs import read_codecs
@@ -146,9 +147,9 @@ _OF_A_PROJECTION = ("rank", "gap", "scale")
 """Options that `--optimizer fira` uses with any method."""
 
 
-def flag_name(field: str) -> str:
+def flag_name(field: str, rare: Collection[str] = RARE) -> str:
     """Returns how messages name a field: "--lora-rank", but "beta1" for a setting of `RARE`."""
-    return field if field in RARE else "--" + field.replace("_", "-")
+    return field if field in rare else "--" + field.replace("_", "-")
 
 
 def check_at_least(least: int, **values: float | None) -> None:
@@ -208,15 +209,15 @@ def used_options(method: str, options: MethodOptions) -> MethodOptions:
     return MethodOptions(**{k: v for k, v in changed.items() if method in FLAG_METHODS[k]})
 
 
-def shown_flag(field: str, value: Any) -> str:
+def shown_flag(field: str, value: Any, rare: Collection[str] = RARE) -> str:
     """Returns a flag as it was given: "--offload", "--no-balance", "--rank 8".
 
     A setting of `RARE` is shown as the line of a `--config` file: "beta1: 0.8".
     """
-    if field in RARE:
+    if field in rare:
         return f"{field}: {str(value).lower()}"
     if isinstance(value, bool):
         return flag_name(field if value else f"no_{field}")
     if isinstance(value, tuple):
         value = " ".join(value)
-    return f"{flag_name(field)} {value}"
+    return f"{flag_name(field, rare)} {value}"

@@ -10,13 +10,14 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from train.settings.data import ExampleConfig
 from train.settings.options import check_at_least
 from train.text.encoder import Encoder, Example, Written
 from train.text.formats import check_fields, open_writer
 from train.text.hashes import unit_hash
+from train.text.pairs import Pair
 from train.text.records import Record, read_records
 from train.text.sources import Source, sources_of
 from train.text.tokenizer import Tokenizer
@@ -39,8 +40,8 @@ class Examples:
     """
 
     name: str
-    train: Sequence[Example]
-    validation: Sequence[Example]
+    train: Sequence[Example] | Sequence[Pair]
+    validation: Sequence[Example] | Sequence[Pair]
     cut: int
     dropped: int
     fingerprint: str
@@ -53,6 +54,8 @@ def open_examples(
     tokenizer: Tokenizer,
     seq_len: int,
     tokenizer_path: pathlib.Path | None = None,
+    *,
+    preferences: bool = False,
 ) -> Examples:
     """Reads and encodes all records.
 
@@ -63,13 +66,15 @@ def open_examples(
       seq_len: largest number of tokens of an example minus one; the last token is only a target.
       tokenizer_path: folder of the tokenizer, or a file in it. The chat template is read there
         unless `config` names one.
+      preferences: whether records are pairs of preference.
 
     Raises:
       FileNotFoundError: a file does not exist.
       ValueError: a record or a template is malformed, or no example is left.
     """
     check_at_least(1, seq_len=seq_len)
-    reader = _Reader(config, Encoder(tokenizer, config.special_tokens), seq_len, tokenizer_path)
+    encoder = Encoder(tokenizer, config.special_tokens)
+    reader = _Reader(config, encoder, seq_len, tokenizer_path, preferences)
     sources = sources_of(config.data, "--data")
     parts = [read_records(source.path, "--data") for source in sources]
     if config.validation is None:
@@ -121,15 +126,21 @@ class _Reader:
     """
 
     def __init__(
-        self, config: ExampleConfig, encoder: Encoder, seq_len: int, folder: pathlib.Path | None
+        self,
+        config: ExampleConfig,
+        encoder: Encoder,
+        seq_len: int,
+        folder: pathlib.Path | None,
+        preferences: bool,
     ) -> None:
+        self._preferences = preferences
         self._config, self._encoder = config, encoder
         self._longest, self._folder = seq_len + 1, folder
         self._skipped: list[str] = []
         self._empty = self._read = 0
         self.cut = self.dropped = 0
 
-    def encode(self, records: Sequence[Record]) -> list[Example]:
+    def encode(self, records: Sequence[Record]) -> list[Any]:
         """Returns the examples of records that have one form.
 
         Raises:
@@ -137,7 +148,9 @@ class _Reader:
         """
         if not records:
             return []
-        writer = open_writer(self._config, self._encoder, self._folder, records[0])
+        writer = open_writer(
+            self._config, self._encoder, self._folder, records[0], preferences=self._preferences
+        )
         examples = []
         for record in records:
             self._read += 1
@@ -155,14 +168,15 @@ class _Reader:
         self.dropped += len(examples) - len(fitting)
         return fitting
 
-    def _write(self, record: Record, write: Callable[..., list[Written]]) -> list[Example]:
+    def _write(self, record: Record, write: Callable[..., list[Written]]) -> list[Any]:
         check_fields(record.fields)
         texts = write(record.fields)
         for text in texts:
             empty = not any(text.text[start:stop].strip() for start, stop in text.learnt)
             self._empty += empty and not text.is_chat
         learn_all = self._config.count_prompts
-        return [self._encoder.example(text, learn_all=learn_all) for text in texts]
+        examples = [self._encoder.example(text, learn_all=learn_all) for text in texts]
+        return [Pair(*examples)] if self._preferences else examples
 
     def check_skipped(self) -> None:
         """Raises a `ValueError` if all records were skipped."""
@@ -188,26 +202,38 @@ class _Reader:
         return lines
 
 
-def _fit(
-    examples: list[Example], longest: int, long: Literal["cut", "drop"]
-) -> tuple[list[Example], int]:
-    """Returns the examples with a counted token within `longest` tokens, and how many are cut."""
+def parts_of(item: Example | Pair) -> tuple[Example, ...]:
+    """Returns the examples of an example or of a pair."""
+    return (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
+
+
+def _fit(items: list[Any], longest: int, long: Literal["cut", "drop"]) -> tuple[list[Any], int]:
+    """Returns the items whose examples all have a counted token within `longest` tokens.
+
+    Also returns how many of them are cut.
+    """
     fitting, cut = [], 0
-    for example in examples:
-        is_long = len(example.tokens) > longest
-        if not (is_long and long == "drop") and example.counted[:longest].any():
+    for item in items:
+        parts = parts_of(item)
+        is_long = any(len(example.tokens) > longest for example in parts)
+        if is_long and long == "drop":
+            continue
+        if all(example.counted[:longest].any() for example in parts):
             if is_long:  # Copies, because a slice would keep the whole array in memory.
-                example = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
+                parts = [
+                    Example(x.tokens[:longest].copy(), x.counted[:longest].copy()) for x in parts
+                ]
+                item = Pair(*parts) if isinstance(item, Pair) else parts[0]
                 cut += 1
-            fitting.append(example)
+            fitting.append(item)
     return fitting, cut
 
 
-def _fingerprint(*splits: list[Example]) -> str:
+def _fingerprint(*splits: list[Any]) -> str:
     digest = hashlib.sha256()
-    for examples in splits:
-        digest.update(len(examples).to_bytes(8, "little"))
-        for example in examples:
+    for items in splits:
+        digest.update(len(items).to_bytes(8, "little"))
+        for example in (example for item in items for example in parts_of(item)):
             digest.update(len(example.tokens).to_bytes(8, "little"))
             digest.update(example.tokens.astype("<i4").tobytes())
             digest.update(example.counted.tobytes())

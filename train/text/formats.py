@@ -10,6 +10,7 @@ from train.settings.options import flag_name, given_fields, shown_flag
 from train.text.chat import ChatTemplate, open_chat_template, template_arguments
 from train.text.conversations import read_conversation, write_conversation
 from train.text.encoder import Encoder, Written
+from train.text.pairs import CHOSEN, REJECTED, write_pair
 from train.text.records import FieldTemplate, Record, field_of, quoted
 from train.text.text_files import text_of
 
@@ -48,7 +49,12 @@ class Writer:
 
 
 def open_writer(
-    config: ExampleConfig, encoder: Encoder, folder: pathlib.Path | None, first: Record
+    config: ExampleConfig,
+    encoder: Encoder,
+    folder: pathlib.Path | None,
+    first: Record,
+    *,
+    preferences: bool = False,
 ) -> Writer:
     """Returns the writer of the records.
 
@@ -57,25 +63,25 @@ def open_writer(
       encoder: marks special tokens in content.
       folder: folder of the tokenizer, which may have a chat template.
       first: the first record, which decides the format unless a flag does.
+      preferences: whether records are pairs of preference, written as two texts.
 
     Raises:
       ValueError: flags or a record that fit no format, or a template that cannot be read.
     """
     aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
     mark = encoder.marker.mark
+    arguments = template_arguments(config.template_argument)
     prompt = FieldTemplate("--prompt-template", config.prompt_template, aliases, mark)
     completion = FieldTemplate("--completion-template", config.completion_template, aliases, mark)
+    if preferences:
+        template = _template_of_pairs(config, encoder, folder, first, arguments)
+        return Writer("preference", lambda fields: write_pair(fields, encoder, prompt, template))
     form = _format_of(config, first, prompt.fields | completion.fields)
     if form == "chat":
         field = config.messages_field
         if field not in first.fields and _CONVERSATIONS in first.fields:
             field = _CONVERSATIONS
-        template = open_chat_template(
-            config.chat_template,
-            folder,
-            encoder.tokenizer,
-            template_arguments(config.template_argument),
-        )
+        template = open_chat_template(config.chat_template, folder, encoder.tokenizer, arguments)
         special = tuple(encoder.tokenizer.special.values())
 
         def write_chat(fields: Mapping[str, Any]) -> list[Written]:
@@ -99,6 +105,35 @@ def open_writer(
         return [Written(asked + answer, [(len(asked), len(asked + answer))])]
 
     return Writer(form, write)
+
+
+def _template_of_pairs(
+    config: ExampleConfig,
+    encoder: Encoder,
+    folder: pathlib.Path | None,
+    first: Record,
+    arguments: Mapping[str, Any],
+) -> ChatTemplate | None:
+    """Returns the template of responses that are messages; None where they are texts.
+
+    Raises:
+      ValueError: the first record is no pair, or a flag is for another format.
+    """
+    for name in (CHOSEN, REJECTED):
+        if name not in first.fields:
+            raise ValueError(
+                f"{first.where} has the fields {quoted(first.fields)}: `--loss dpo` needs 'prompt',"
+                " 'chosen' and 'rejected'."
+            )
+    given = given_fields(config)
+    for name in ("format", *_FLAGS_OF["text"], "completion_template", "completion_field"):
+        if name in given:
+            raise ValueError(
+                f"`{shown_flag(name, given[name])}` has no effect with `--loss dpo`: drop it."
+            )
+    if isinstance(first.fields[CHOSEN], str) and config.chat_template is None:
+        return None
+    return open_chat_template(config.chat_template, folder, encoder.tokenizer, arguments)
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -127,6 +162,7 @@ _FLAGS_OF: dict[Format, tuple[str, ...]] = {
     "chat": ("messages_field", "chat_template", "template_argument"),
     "text": ("text_field",),
     "alpaca": (),
+    "preference": (),
 }
 """Fields of `ExampleConfig` that only one format reads."""
 

@@ -1,5 +1,7 @@
 """Examples to batches: several examples share a row, separated for attention by `segments`.
 
+Pairs of preference take two rows, one below the other: the chosen responses and the rejected ones.
+
 All examples are in memory, and each epoch is packed before its first row. The state of the iterator
 is an epoch and a row, and is equal in all processes.
 """
@@ -15,16 +17,21 @@ from grain.experimental import ThreadPrefetchIterDataset
 from train.settings.options import check_at_least
 from train.text.data import Batch, ValidationSet, rows_of_part
 from train.text.encoder import Example
+from train.text.examples import parts_of
+from train.text.pairs import Pair
 from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
 
-PackedRow = list[Example]
-"""The examples that share a row."""
+Item = Example | Pair
+PackedRow = list[Any]
+"""The examples that share a row, or the pairs that share two."""
+MOST_PAIRS = 32
+"""Most pairs of a row: a step has a place for each."""
 
 
 def packed_batches(
-    examples: Sequence[Example],
+    examples: Sequence[Any],
     *,
     batch_size: int,
     seq_len: int,
@@ -43,12 +50,15 @@ def packed_batches(
 
     A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each [rows, seq_len].
     The mask is 1 where the target counts. Segments number a row's examples from 1; padding is 0.
+    With pairs, rows of chosen and of rejected responses alternate, and `reference` float32 has the
+    log-probability of each response at its first place and 0 elsewhere.
 
     `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
     arguments, continues with the same batches. `close()` stops the thread that reads ahead.
 
     Args:
-      examples: each with a counted token after the first, and at most `seq_len + 1` tokens.
+      examples: examples or pairs, each with a counted token after the first, and at most
+        `seq_len + 1` tokens.
       batch_size: rows of all processes together.
       seq_len: tokens of a row.
       seed: seed of the shuffles.
@@ -70,11 +80,39 @@ def packed_batches(
         # Without this, the emptiest rows would come last.
         return [rows[index] for index in generator.permutation(len(rows))]
 
-    def batch_of(rows: Sequence[PackedRow]) -> Batch:
-        return _as_batch(rows[mine], mine.stop - mine.start, seq_len, pad_id)
+    rows_each = len(parts_of(examples[0]))
+    taken = slice(mine.start // rows_each, mine.stop // rows_each)
 
-    batches = _EpochsIterDataset(rows_of).batch(batch_size, batch_fn=batch_of)
+    def batch_of(rows: Sequence[PackedRow]) -> Batch:
+        return _as_batch(rows[taken], mine.stop - mine.start, seq_len, pad_id, rows_each)
+
+    batches = _EpochsIterDataset(rows_of).batch(batch_size // rows_each, batch_fn=batch_of)
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
+
+
+def pair_batches(
+    pairs: Sequence[Pair], *, batch_size: int, seq_len: int, eval_batches: int | None, pad_id: int
+) -> list[Batch]:
+    """Returns the first batches of pairs, packed in order; the last is padded with empty rows.
+
+    Args:
+      pairs: as for `packed_batches`.
+      batch_size: rows of a batch, two for each row of pairs.
+      seq_len: tokens of a row.
+      eval_batches: largest number of batches; None for all.
+      pad_id: as for `packed_batches`.
+
+    Raises:
+      ValueError: as for `packed_batches`.
+    """
+    _check(pairs, batch_size, seq_len)
+    step = batch_size // 2
+    rows = _pack(pairs, range(len(pairs)), seq_len)
+    rows = rows if eval_batches is None else rows[: eval_batches * step]
+    return [
+        _as_batch(rows[i : i + step], batch_size, seq_len, pad_id, 2)
+        for i in range(0, len(rows), step)
+    ]
 
 
 def validation_set(
@@ -105,7 +143,7 @@ def validation_set(
     _check(examples, batch_size, seq_len)
     rows = _pack(examples, range(len(examples)), seq_len)[: eval_batches * batch_size]
     batches = [
-        _as_batch(rows[start : start + batch_size], batch_size, seq_len, pad_id)
+        _as_batch(rows[start : start + batch_size], batch_size, seq_len, pad_id, 1)
         for start in range(0, len(rows), batch_size)
     ]
     num_tokens = sum(int(example.counted[1:].sum()) for row in rows for example in row)
@@ -169,15 +207,16 @@ class _EpochsIterator(grain.DatasetIterator[PackedRow]):
         self._rows: list[PackedRow] | None = None
 
 
-def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[PackedRow]:
+def _pack(examples: Sequence[Any], order: Iterable[int], seq_len: int) -> list[PackedRow]:
     """Packs examples in the given order, each into the fullest row with room ("best fit").
 
-    Rows are in the order of their first example.
+    Rows are in the order of their first example. A pair needs the places of its longer response.
     """
+    most = MOST_PAIRS if len(examples) and isinstance(examples[0], Pair) else seq_len
     rows: list[PackedRow] = []
     room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
-        needed = len(examples[index].tokens) - 1
+        needed = max(len(example.tokens) for example in parts_of(examples[index])) - 1
         place = bisect.bisect_left(room, (needed, 0))
         if place < len(room):
             left, row = room.pop(place)
@@ -185,13 +224,23 @@ def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> li
             left, row = seq_len, len(rows)
             rows.append([])
         rows[row].append(examples[index])
-        if left > needed:
+        if left > needed and len(rows[row]) < most:
             bisect.insort(room, (left - needed, row))
     return rows
 
 
-def _as_batch(rows: Sequence[PackedRow], count: int, seq_len: int, pad_id: int) -> Batch:
-    """Returns a batch of `count` rows; missing rows are padding."""
+def _as_batch(
+    rows: Sequence[PackedRow], count: int, seq_len: int, pad_id: int, rows_each: int
+) -> Batch:
+    """Returns a batch of `count` rows; missing rows are padding.
+
+    Args:
+      rows: examples or pairs.
+      count: rows of the batch.
+      seq_len: tokens of a row.
+      pad_id: id of padding.
+      rows_each: rows that one of `rows` takes: 2 for pairs.
+    """
     shape = (count, seq_len)
     batch = {
         "inputs": np.full(shape, pad_id, np.int32),
@@ -199,15 +248,21 @@ def _as_batch(rows: Sequence[PackedRow], count: int, seq_len: int, pad_id: int) 
         "mask": np.zeros(shape, np.float32),
         "segments": np.zeros(shape, np.int32),
     }
+    if rows_each > 1:
+        batch["reference"] = np.zeros(shape, np.float32)
     for index, row in enumerate(rows):
-        start = 0
-        for number, example in enumerate(row, 1):
-            place = index, slice(start, start + len(example.tokens) - 1)
-            batch["inputs"][place] = example.tokens[:-1]
-            batch["targets"][place] = example.tokens[1:]
-            batch["mask"][place] = example.counted[1:]
-            batch["segments"][place] = number
-            start = place[1].stop
+        for part in range(rows_each):
+            start, line = 0, index * rows_each + part
+            for number, item in enumerate(row, 1):
+                example = parts_of(item)[part]
+                place = line, slice(start, start + len(example.tokens) - 1)
+                batch["inputs"][place] = example.tokens[:-1]
+                batch["targets"][place] = example.tokens[1:]
+                batch["mask"][place] = example.counted[1:]
+                batch["segments"][place] = number
+                if isinstance(item, Pair):
+                    batch["reference"][line, start] = item.reference[part]
+                start = place[1].stop
     return batch
 
 
@@ -223,18 +278,23 @@ def _counted_bytes(example: Example, tokenizer: Tokenizer) -> int:
     return sum(bytes_until[1::2]) - sum(bytes_until[::2])
 
 
-def _check(examples: Sequence[Example], batch_size: int, seq_len: int) -> None:
+def _check(examples: Sequence[Any], batch_size: int, seq_len: int) -> None:
     check_at_least(1, batch_size=batch_size, seq_len=seq_len)
     if not len(examples):
         raise ValueError("`examples` is empty: give at least one.")
+    if isinstance(examples[0], Pair) and batch_size % 2:
+        raise ValueError(
+            f"`--batch-size` {batch_size} must be even for pairs, which take two rows each."
+        )
     for index, example in enumerate(examples):
-        if len(example.tokens) > seq_len + 1:
-            raise ValueError(
-                f"`examples`: number {index} has {len(example.tokens)} tokens, and a row of "
-                f"`--seq-len` {seq_len} has room for {seq_len + 1}. Shorten it, or raise"
-                " `--seq-len`."
-            )
-        if not example.counted[1:].any():
-            raise ValueError(
-                f"`examples`: number {index} has no counted token after its first. Drop it."
-            )
+        for part in parts_of(example):
+            if len(part.tokens) > seq_len + 1:
+                raise ValueError(
+                    f"`examples`: number {index} has {len(part.tokens)} tokens, and a row of "
+                    f"`--seq-len` {seq_len} has room for {seq_len + 1}. Shorten it, or raise"
+                    " `--seq-len`."
+                )
+            if not part.counted[1:].any():
+                raise ValueError(
+                    f"`examples`: number {index} has no counted token after its first. Drop it."
+                )

@@ -56,6 +56,7 @@ def parse(tmp_path):
         ("steps: 1.5", None, "`steps`: it must be a whole number, got 1.5."),
         ("steps: 1:30", None, "`steps`: it must be a whole number, got 1:30."),
         ("steps: ten", None, "`steps`: it must be a whole number, got ten."),
+        ("steps: |\n a\n b", None, "`steps`: it must be a whole number, got a b"),
         ("steps: [1]", None, "`steps`: it must be a whole number, got a list."),
         ("learning_rate: yes", None, "`learning_rate`: it must be a number, got yes."),
         ("resume: 1", None, "`resume`: it must be true or false, got 1."),
