@@ -30,7 +30,7 @@ import tyro
 from rich.console import Console
 
 from models.checkpoints import find_checkpoint, read_dimensions
-from train.planning.devices import DEVICES, HERE, find_device
+from train.planning.devices import DEVICES, HERE, check_dtype
 from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.planning.gpus import GIB
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
@@ -99,8 +99,8 @@ class PlanConfig:
     """Order of the help page."""
 
     def __post_init__(self) -> None:
-        find_device(self.device)
         train = self.train
+        check_dtype(self.device, train.compute_dtype)
         mesh_sizes(train.mesh)
         expanded = str(pathlib.Path(self.checkpoint).expanduser())
         if self.checkpoint and train.model not in (PretrainConfig.model, expanded):

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax.core import Tracer
 
+from actjax._core import gpu
 from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import primitive
@@ -33,9 +34,16 @@ _DEFAULTS: dict[str | None, Implementation] = {"cuda": "pallas", "tpu": "mosaic"
 """The implementation of each platform, if it can take the arguments."""
 
 
-@functools.cache
 def _lacks(implementation: Implementation) -> str | None:
     """Returns why the backend of an implementation cannot be used; None if it can."""
+    if implementation in ("pallas", "triton") and gpu.is_before_ampere():
+        return "needs an NVIDIA GPU from Ampere on (compute capability 8.0), as Triton does"
+    return _missing(implementation)
+
+
+@functools.cache
+def _missing(implementation: Implementation) -> str | None:
+    """Returns which module an implementation needs that is not installed; None if none."""
     if implementation not in _BACKENDS:
         return None
     module, reason = _BACKENDS[implementation]
@@ -73,7 +81,8 @@ def use(implementation: Implementation | None) -> Iterator[None]:
 
     Raises:
       ValueError: an unknown name, or an implementation whose backend is missing: "triton" without
-        jax-triton, or "pallas" and "interpreted" if JAX has no Pallas for Triton.
+        jax-triton, "pallas" and "interpreted" if JAX has no Pallas for Triton, or "pallas" and
+        "triton" on a GPU older than Ampere.
     """
     _check(implementation)
     if implementation is not None and (reason := _lacks(implementation)):

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from actjax._core import gpu
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax.codecs import Codec, Exact
@@ -85,11 +86,12 @@ def attention(
       codec: stores q, k and v, or a sequence of three codecs.
       key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
         draws random numbers.
-      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs); "splash" (TPU; lengths that are multiples
-        of 128; elsewhere JAX interprets it, slowly); "blockwise" (any backend); "dense" (all scores
-        at once; has derivatives of any order, and autodiff decides what it keeps); or None: cuDNN
-        where the default backend is a GPU and the dtype is of 16 bits, splash where it is a TPU and
-        the length fits, else blockwise. An implementation that is given is used, or raises.
+      implementation: "cudnn" (NVIDIA GPU from Ampere on, 16-bit inputs); "splash" (TPU; lengths
+        that are multiples of 128; elsewhere JAX interprets it, slowly); "blockwise" (any backend);
+        "dense" (all scores at once; has derivatives of any order, and autodiff decides what it
+        keeps); or None: cuDNN where the default backend is such a GPU and the dtype is of 16 bits,
+        splash where it is a TPU and the length fits, else blockwise. An implementation that is
+        given is used, or raises.
       recompute: whether to hold only q, k and v, and run the forward pass again in the backward
         pass. This costs two products; it pays where nothing else keeps the output. It is needed
         where `actjax.compress_residuals` compresses q and k: the log-sum-exp that is held otherwise
@@ -189,8 +191,8 @@ def _function_of(implementation: Implementation | None, dtype: jnp.dtype) -> Any
     if implementation is None:
         if jax.default_backend() == "tpu":
             return splash_or(IMPLEMENTATIONS["blockwise"])
-        gpu = jax.default_backend() == "gpu"
-        implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"
+        has_cudnn = jax.default_backend() == "gpu" and not gpu.is_before_ampere()
+        implementation = "cudnn" if has_cudnn and dtype.itemsize == 2 else "blockwise"
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"`implementation` must be one of {get_args(Implementation)} or None,"

@@ -76,7 +76,7 @@ def test_a_program_that_is_asked_for_is_lowered_and_others_keep_their_default():
 
 def test_without_jax_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    monkeypatch.setattr(dispatch, "_lacks", dispatch._lacks.__wrapped__)
+    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
     within = actjax.kernels.use("triton")
     with pytest.raises(ValueError, match=r"'triton' needs jax_triton.*pip install"), within:
         pass

@@ -25,6 +25,7 @@ from tests.train.runs import (
 )
 from train import pretrain
 from train.pretrain import run
+from train.run import loss_scale
 from train.run.loop import BadRunError, NonFiniteError, run_program
 from train.run.metrics import read_metrics
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
@@ -163,6 +164,36 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_never_saved(folder):
     assert saved_steps(doomed.out) == [1]
     with pytest.raises(NonFiniteError, match=message):  # Logged.
         run(dataclasses.replace(doomed, resume=True, log_every=1), quiet())
+
+
+def test_a_run_in_float16_resumes_with_equal_bits_and_stops_if_no_scale_fits(folder, monkeypatch):
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**24)  # The first refresh step is skipped.
+    options = MethodOptions(rank=4, gap=6)
+    whole = make_config(
+        folder, "half", method="subspace", options=options, compute_dtype="float16", keep=STEPS
+    )
+    console = quiet()
+    assert run(whole, console) == STEPS
+    lines = [line for line in read_metrics(whole.out / "metrics.jsonl") if "loss_scale" in line]
+    skipped = int(lines[-1]["skipped"])
+    assert lines[1]["skipped_in_a_row"] == 2 < skipped < STEPS - 4
+    assert lines[-1]["loss_scale"] == 2.0 ** (24 - skipped)
+    assert f"{skipped} steps were skipped so far" in console.file.getvalue()
+    (_, ended), trained_losses = final_state(whole), losses(whole.out)
+    assert trained_losses[-1][1] < trained_losses[0][1]
+    while saved_steps(whole.out) != [2]:
+        forget_last_checkpoint(whole.out)
+    assert run(dataclasses.replace(whole, resume=True), quiet()) == STEPS
+    jax.tree.map(np.testing.assert_array_equal, final_state(whole)[1], ended)
+    assert losses(whole.out) == trained_losses
+
+    with pytest.raises(BadRunError, match="loss_scale: True there, "):
+        run(dataclasses.replace(whole, compute_dtype="bfloat16", resume=True), quiet())
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**100)
+    monkeypatch.setattr(loss_scale, "MOST_SKIPPED", 3)
+    message = r"step 3 was skipped, as were others .*loss_scale .*--compute-dtype bfloat16"
+    with pytest.raises(NonFiniteError, match=message):
+        run(dataclasses.replace(whole, out=folder / "hopeless"), quiet())
 
 
 def test_bad_settings_are_refused_before_anything_is_written(folder):

@@ -78,8 +78,27 @@ def find_device(name: str) -> Device | None:
     """
     if name == HERE:
         return None
-    check_known("device", name, (HERE, *DEVICES), cutoff=0.3)
+    # Without a hint: names that differ in one character are devices with other memory.
+    check_known("device", name, (HERE, *DEVICES), cutoff=1)
     return DEVICES[name]
+
+
+def check_dtype(name: str, compute_dtype: str) -> None:
+    """Raises a `ValueError` if a device has no matrix products of a dtype.
+
+    XLA would compute them in float32, without the matrix units. Weights in bfloat16 are only
+    stored, and are allowed.
+
+    Args:
+      name: the device.
+      compute_dtype: dtype of matrix products.
+    """
+    device = find_device(name)
+    if isinstance(device, Gpu) and compute_dtype == "bfloat16" and not device.has_bfloat16:
+        raise ValueError(
+            f"`--device {name}` has no matrix products of bfloat16: pass `--compute-dtype float16`"
+            " or `--compute-dtype float32`."
+        )
 
 
 @contextlib.contextmanager
@@ -116,10 +135,10 @@ def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
       RuntimeError: this version of JAX lacks a function that must be replaced.
     """
     read_right()
-    count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
+    count = math.prod(sizes.values())
     topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
     mesh = mesh_of(sizes, topology.devices)
-    with _tracing_on("gpu" if is_gpu else "tpu"), jax.set_mesh(mesh):
+    with _tracing_on(device), jax.set_mesh(mesh):
         yield mesh
 
 
@@ -175,10 +194,13 @@ _REPLACED: tuple[tuple[str, str, Any], ...] = (
 
 
 @contextlib.contextmanager
-def _tracing_on(backend: str) -> Iterator[None]:
-    """Replaces the functions of JAX that ask for a device. The only place that touches them."""
-    # Attention is chosen while tracing, by the backend of this process.
-    replaced = (("jax", "default_backend", backend), *(_REPLACED if backend == "gpu" else ()))
+def _tracing_on(device: Device) -> Iterator[None]:
+    """Replaces the functions that ask for a device. The only place that touches them."""
+    # Attention and kernels are chosen by the backend of this process and its GPU.
+    replaced: tuple[tuple[str, str, Any], ...] = (("jax", "default_backend", "tpu"),)
+    if isinstance(device, Gpu):
+        capability = ("actjax._core.gpu", "compute_capability", device.capability)
+        replaced = (("jax", "default_backend", "gpu"), capability, *_REPLACED)
     with contextlib.ExitStack() as stack:
         for module, name, value in replaced:
             try:

@@ -28,6 +28,7 @@ def stages(
       model: dimensions of the model.
       methods: methods to use.
     """
+    in_backward = train.compute_dtype != "float16"  # Its steps may be skipped.
     levels = [
         ("full-rank, four bits or more", _full_rank((16, 8, 4))),
         ("full-rank, fewer bits", _full_rank((3, 2))),
@@ -38,7 +39,11 @@ def stages(
         *((f"in a subspace of rank d/{n}, two bits", _subspace(model, n, (2,))) for n in _SHARES),
     ]
     for title, choices in levels:
-        configs = [_with(train, name, **changes) for name, changes in choices if name in methods]
+        configs = [
+            _with(train, name, **changes)
+            for name, changes in choices
+            if name in methods and (in_backward or not changes.get("in_backward"))
+        ]
         if configs:
             yield title, list(dict.fromkeys(configs))
 

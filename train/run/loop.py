@@ -24,6 +24,7 @@ from train.run.adapt import SiteChooser, site_chooser
 from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
 from train.run.loss import Batch, whole_batch_shapes
+from train.run.loss_scale import is_exhausted
 from train.run.metrics import Recorder
 from train.run.optimizer import learning_rate_schedule
 from train.run.progress import Progress
@@ -249,6 +250,7 @@ class _Trainer:
         self._run, self._console = run, console
         self._recorder, self._progress = recorder, progress
         self._metrics: dict[str, jax.Array] = {}
+        self._skipped = 0
         self._chooser = site_chooser(run.recipe)
         self._learning_rate = learning_rate_schedule(run.config.optimizer, run.config.steps)
         self._eval_step = jax.jit(make_eval_step(run.recipe))
@@ -264,13 +266,14 @@ class _Trainer:
         run, last = self._run, self._metrics
         batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
         self._adapt(step - 1, batch)
-        take = self._refresh_step if run.recipe.refreshes(step - 1) else run.train_step
+        is_refresh = run.recipe.refreshes(step - 1, self._skipped_in_a_row())
+        take = self._refresh_step if is_refresh else run.train_step
         state, self._metrics = take(run.state, batch)
         if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
             # Two programs at once can wait for each other's simulated devices on fewer cores.
             state = jax.block_until_ready(state)
         # The previous step has ended by now, so that looking at it keeps the device busy.
-        check_finite(run, step - 1, last)
+        check_step(run, step - 1, last)
         run.state = state
         config = run.config
         is_last = step == config.steps
@@ -299,10 +302,15 @@ class _Trainer:
     def save(self) -> None:
         """Saves the run, if its last step is finite."""
         run = self._run
-        check_finite(run, int(run.state.step), self._metrics)
+        check_step(run, int(run.state.step), self._metrics)
         progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
         state = dataclasses.replace(run.state, frozen=None)
         run.checkpoints.save(int(state.step), state, progress, run.identity)
+
+    def _skipped_in_a_row(self) -> int:
+        """Returns how many of the latest steps were skipped, where a refresh depends on it."""
+        scale = self._run.state.loss_scale
+        return 0 if scale is None or self._run.recipe.subspace is None else int(scale.in_a_row)
 
     def _adapt(self, step: int, batch: Batch) -> None:
         """Chooses bits and measures scales of channels when that is due after a step."""
@@ -331,11 +339,19 @@ class _Trainer:
         run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)
 
     def _log(self, step: int) -> None:
-        check_finite(self._run, step, self._metrics)
+        check_step(self._run, step, self._metrics)
         values = {name: float(value) for name, value in self._metrics.items()}
-        values["learning_rate"] = float(jnp.asarray(self._learning_rate(step - 1)))
+        skipped = int(values.get("skipped", 0))
+        updates = max(0, step - 1 - skipped)
+        values["learning_rate"] = float(jnp.asarray(self._learning_rate(updates)))
         speed = self._progress.log(step, values["loss"])
-        self._recorder.record(step, **values, tokens_per_second=speed)
+        if skipped > self._skipped:
+            scale = f"the loss scale is {values['loss_scale']:g}"
+            self._console.print(f"step {step}: {skipped} steps were skipped so far, {scale}")
+            self._skipped = skipped
+        # A skipped step may be infinite.
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._recorder.record(step, **finite, tokens_per_second=speed)
 
 
 def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:
@@ -349,15 +365,27 @@ def moved(tree: Any, shardings: Any) -> Any:
     return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
 
+def check_step(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
+    """Raises a `NonFiniteError` if a step is NaN or infinite, or too many steps were skipped.
+
+    A step that was skipped (`train.run.loss_scale`) may be infinite: it changed no weight.
+    """
+    values = {name: float(value) for name, value in metrics.items()}
+    if not values.get("skipped_in_a_row"):
+        check_finite(run, step, values)
+    elif is_exhausted(values):
+        hint = (
+            "If the loss is not finite, activations overflow: pass `--compute-dtype bfloat16` or"
+            " `--compute-dtype float32`."
+        )
+        raise _stopped(run, f"step {step} was skipped, as were others before it", values, hint)
+
+
 def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
     """Raises a `NonFiniteError` if a metric of a step is NaN or infinite."""
     values = {name: float(value) for name, value in metrics.items()}
     if all(math.isfinite(value) for value in values.values()):
         return
-    run.checkpoints.close()
-    latest = run.checkpoints.latest_step()
-    where = "there is none yet" if latest is None else f"it is that of step {latest}"
-    shown = ", ".join(f"{name} {value}" for name, value in values.items())
     hint = "Lower `--learning-rate`, or look at the text around that step."
     if step <= 1:
         hint = "No step was taken before: look at the initial weights and at the text."
@@ -366,7 +394,16 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
                 f" If the activations overflow with `--compute-dtype {run.config.compute_dtype}`,"
                 " pass `--compute-dtype float32`."
             )
-    raise NonFiniteError(
-        f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
-        f" {run.config.folder} was kept: {where}. {hint}"
+    raise _stopped(run, f"step {step} is not finite", values, hint)
+
+
+def _stopped(run: Run, problem: str, values: Mapping[str, float], hint: str) -> NonFiniteError:
+    """Returns the error that stops a run, and closes its checkpoints."""
+    run.checkpoints.close()
+    latest = run.checkpoints.latest_step()
+    where = "there is none yet" if latest is None else f"it is that of step {latest}"
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    return NonFiniteError(
+        f"{problem} ({shown}): stopped. The last good checkpoint in {run.config.folder} was kept:"
+        f" {where}. {hint}"
     )

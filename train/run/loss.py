@@ -55,10 +55,17 @@ def inputs_of(batch: Batch, method_name: str) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The arrays that a loss reads beside the trained ones; as in `TrainState`."""
+    """The arrays that a loss reads beside the trained ones; as in `TrainState`.
+
+    Attributes:
+      frozen: the decoder that the adapters belong to, or None.
+      calibration: statistics of channels, or None.
+      loss_scale: factor of the loss, a float32 scalar; None for 1.
+    """
 
     frozen: Any = None
     calibration: Any = None
+    loss_scale: Any = None
 
 
 BatchLoss = Callable[..., jax.Array]
@@ -86,7 +93,7 @@ def loss_function(
         if lora is not None:
             dropout_key = jax.random.fold_in(key, _DROPOUT) if dropout else None
             model = attach(context.frozen, trained, lora, dropout_key)
-        return model.loss(
+        value = model.loss(
             inputs_of(batch, config.method),
             batch["targets"],
             mask=batch["mask"],
@@ -96,6 +103,7 @@ def loss_function(
             compute_dtype=config.compute_dtype,
             z_loss=config.z_loss,
         )
+        return value if context.loss_scale is None else value * context.loss_scale
 
     return loss
 

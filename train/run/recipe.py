@@ -62,6 +62,8 @@ class Recipe:
         }
         if config.in_backward:
             form["norm_estimate"] = "parts"
+        if config.compute_dtype == "float16":
+            form["loss_scale"] = True
         # The form of AdamW with both moments has no further parts.
         if optimizer.optimizer != "adamw":
             form["name"] = optimizer.optimizer
@@ -104,9 +106,18 @@ class Recipe:
         by_channel = {site: str(code) for site, code in codecs if code.scaling == "channel"}
         return {"scaling": "channel", **by_channel} if by_channel else {"scaling": "group"}
 
-    def refreshes(self, step: int) -> bool:
-        """Returns whether a step refreshes the subspaces of the layers."""
-        return self.subspace is not None and step % self.subspace.gap == 0
+    def refreshes(self, step: int, skipped: int = 0) -> bool:
+        """Returns whether a step refreshes the subspaces of the layers.
+
+        Args:
+          step: steps done before it.
+          skipped: latest of them, if they were skipped (`train.run.loss_scale`). A refresh that was
+            due in one of them was skipped too, unless it reads no gradient.
+        """
+        if self.subspace is None:
+            return False
+        late = 0 if self.subspace.source == "random" else skipped
+        return any(done % self.subspace.gap == 0 for done in range(step - late, step + 1))
 
 
 def make_recipe(

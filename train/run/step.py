@@ -15,6 +15,7 @@ from models.lora import attach, init_adapters, quantize_layers
 from models.sharding import fetch_first
 from train.run.calibration import calibration_zeros
 from train.run.loss import Batch, Context, inputs_of, loss_function
+from train.run.loss_scale import LossScale, update_if
 from train.run.recipe import Recipe
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
@@ -34,6 +35,7 @@ class TrainState:
       calibration: measured statistics of channels (`train.run.calibration`), or None.
       norms: norms of gradients, by field of `actjax.optim.InBackwardState`, from which updates in
         the backward pass estimate the next; None without such updates.
+      loss_scale: the `LossScale` of a run in float16, else None.
     """
 
     step: Any
@@ -42,11 +44,13 @@ class TrainState:
     frozen: Any = None
     calibration: Any = None
     norms: Any = None
+    loss_scale: Any = None
 
     @property
     def context(self) -> Context:
         """The arrays that a loss reads beside the trained ones."""
-        return Context(self.frozen, self.calibration)
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        return Context(self.frozen, self.calibration, scale)
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
@@ -73,7 +77,9 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     calibration = None
     if recipe.method.calibrates:
         calibration = calibration_zeros(config.model_config, recipe.storage)
-    return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
+    scale = LossScale.first() if config.compute_dtype == "float16" else None
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, trained, optimizer, frozen, calibration, norms, scale)
 
 
 def model_of(recipe: Recipe, state: TrainState) -> Decoder:
@@ -90,7 +96,8 @@ def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics.
 
     Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
-    `update_norm` (norm of the change of the weights). If all are finite, so is the next state.
+    `update_norm` (norm of the change of the weights). If all are finite, so is the next state. In
+    float16 also those of `LossScale`; a step whose loss or gradient is not finite is skipped.
 
     Args:
       recipe: the run.
@@ -104,13 +111,26 @@ def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
         loss_and_grad = gradient_function(recipe, state, refresh=refresh)
         key = step_key(config, state.step)
         loss, grads = loss_and_grad(state.model, batch, key, state.context)
+        scale, before = state.loss_scale, (state.model, state.optimizer)
+        if scale is not None:
+            loss, grads = scale.removed(loss, grads)
         grads, grad_norm = actjax.clip_by_global_norm(grads, config.optimizer.clip)
-        model, optimizer_state, update_norm = actjax.optim.apply(
-            optimizer, grads, state.optimizer, state.model, refresh=refresh, with_norm=True
-        )
+
+        def update(model: Any, optimizer_state: Any) -> tuple[Any, Any, jax.Array]:
+            return actjax.optim.apply(
+                optimizer, grads, optimizer_state, model, refresh=refresh, with_norm=True
+            )
+
+        if scale is None:
+            model, optimizer_state, update_norm = update(*before)
+        else:
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            model, optimizer_state, update_norm = update_if(is_finite, update, *before)
+            scale = scale.after(is_finite)
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        new = {"step": state.step + 1, "model": model, "optimizer": optimizer_state}
-        return dataclasses.replace(state, **new), metrics
+        metrics |= {} if scale is None else scale.metrics()
+        new = {"model": model, "optimizer": optimizer_state, "loss_scale": scale}
+        return dataclasses.replace(state, step=state.step + 1, **new), metrics
 
     return step
 
@@ -258,7 +278,7 @@ def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
     loss = loss_function(exact, Storage(), recipe.config.lora, dropout=False)
 
     def eval_step(model: Any, batch: Batch, context: Context = Context()) -> jax.Array:
-        exact = dataclasses.replace(context, calibration=None)
+        exact = dataclasses.replace(context, calibration=None, loss_scale=None)
         mean = loss(model, batch, jax.random.key(0), exact)
         return mean * batch["mask"].astype(jnp.float32).sum()
 

@@ -22,7 +22,7 @@ from train.settings.options import (
     flag_name,
 )
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 MomentDtype = Literal[
     "auto", "float32", "bfloat16", "8bit", "4bit",
@@ -160,7 +160,8 @@ class RunConfig:
     stochastic, which keeps them on average. auto: stochastic where all weights are trained in
     bfloat16."""
     compute_dtype: Dtype = "bfloat16"
-    """Dtype of activations and matrix products; products are summed in float32."""
+    """Dtype of activations and matrix products; products are summed in float32. float16, for GPUs
+    without bfloat16, scales the loss and skips steps that overflow; not with `--in-backward`."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
     download: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -175,7 +175,7 @@ def resolve(
         "optimizer": optimizer,
         "weight_dtype": weight_dtype,
         "weight_rounding": weight_rounding,
-        "in_backward": method.lean if config.in_backward is None else config.in_backward,
+        "in_backward": _in_backward(config, method),
         "title": config.title,
         "model_config": model,
         "positions": model.max_seq_len,
@@ -223,6 +223,23 @@ def _optimizer(
     if moments == "auto":
         moments = "8bit" if method.lean and optimizer.optimizer != "adafactor" else "float32"
     return dataclasses.replace(optimizer, beta1=b1, beta2=b2, moment_dtype=moments)
+
+
+def _in_backward(config: RunConfig, method: methods.Method) -> bool:
+    """Returns whether layers are updated in the backward pass.
+
+    Raises:
+      ValueError: they are, with a step that may be skipped.
+    """
+    is_skippable = config.compute_dtype == "float16"
+    if is_skippable and config.in_backward:
+        raise ValueError(
+            "`--in-backward` updates layers before the whole gradient is known, and"
+            " `--compute-dtype float16` skips steps whose gradient overflows: drop `--in-backward`,"
+            " or pass `--compute-dtype bfloat16`."
+        )
+    default = method.lean and not is_skippable
+    return default if config.in_backward is None else config.in_backward
 
 
 def _weights(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> tuple[str, str]:
