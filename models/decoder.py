@@ -193,6 +193,18 @@ class Decoder(nnx.Module):
         mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
         return mean_over_devices(loss, self.last_norm(x), self.head, targets, mask)
 
+    def log_probs_after(
+        self, x: jax.Array, targets: jax.Array, *, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the log-probability of each target times its mask, [B, S] float32, in nats.
+
+        Args:
+          x: residual stream after the last layer, [B, S, d].
+          targets: [B, S] integers.
+          mask: as for `actjax.token_log_probs`.
+        """
+        return actjax.token_log_probs(self.last_norm(x), self.head, targets, mask=mask)
+
     def __call__(self, tokens: jax.Array, *, compute_dtype: str = "bfloat16") -> jax.Array:
         """Returns the logits of `tokens` [B, S], [B, S, V] in float32."""
         hidden = self.hidden(tokens, compute_dtype=compute_dtype)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -28,15 +28,19 @@ from train.run.loop import (
 )
 from train.run.pretrained import fingerprint, read_model
 from train.run.recipe import Recipe, build_recipe
+from train.run.references import with_references
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
 from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig
 from train.settings.messages import naming_flag
-from train.settings.resolve import resolve
-from train.text.examples import open_examples
-from train.text.packing import packed_batches, validation_set
+from train.settings.resolve import ResolvedConfig, resolve
+from train.text.data import ValidationSet
+from train.text.examples import open_examples, parts_of
+from train.text.packing import pack_pairs, packed_batches, pair_batches, validation_set
+from train.text.pairs import PairValidation
+from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import fit_vocabulary, tokenizer_of
 
 
@@ -86,25 +90,43 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         size = config.model_config.vocab_size
         remark = fit_vocabulary(tokenizer, flag, config.title, size)
         folder = user_config.tokenizer or checkpoint
-        examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
+        examples = open_examples(
+            user_config.data,
+            tokenizer,
+            config.seq_len,
+            folder,
+            preferences=config.preference is not None,
+        )
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
         rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         rows["pad_id"] = tokenizer.eos_id
         part = rows_of_process(mesh, config.batch_size)
+        train, held_out = examples.train, examples.validation
+        if config.preference is not None and config.lora is None:
+            refer = functools.partial(
+                with_references,
+                recipe=recipe,
+                mesh=mesh,
+                checkpoint=checkpoint,
+                pad_id=tokenizer.eos_id,
+                console=console,
+            )
+            train, held_out = refer(train), refer(held_out)
         open_batches = functools.partial(
             packed_batches,
-            examples.train,
+            train,
             seed=config.seed,
             part=part,
             shares=examples.shares,
             **rows,
         )
         batches = open_batches()
-        validation = validation_set(
-            examples.validation, tokenizer, eval_batches=config.eval_batches, **rows
-        )
+        validation = _validation(config, held_out, tokenizer, rows)
     lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
+    parts = [part for item in examples.train for part in parts_of(item)]
+    kind = "examples" if config.preference is None else "pairs"
+    preference = {} if config.preference is None else {"preference": config.preference}
     return begin(
         user_config,
         recipe,
@@ -112,9 +134,9 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         console,
         batches=batches,
         validation=validation,
-        summary=f"examples: {examples.name}, {len(examples.train):,} with"
-        f" {sum(len(example.tokens) for example in examples.train):,} tokens, of which"
-        f" {sum(int(example.counted.sum()) for example in examples.train):,} count in the loss, and"
+        summary=f"{kind}: {examples.name}, {len(examples.train):,} with"
+        f" {sum(len(part.tokens) for part in parts):,} tokens, of which"
+        f" {sum(int(part.counted.sum()) for part in parts):,} count in the loss, and"
         f" {len(examples.validation):,} held out"
         f"{lost if examples.cut or examples.dropped else ''}",
         remarks=[tokenizer.describe(), *filter(None, [remark]), *examples.remarks],
@@ -123,7 +145,19 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         tokenizer=tokenizer,
         fingerprint=examples.fingerprint,
         checkpoint=hashed,
+        **preference,
     )
+
+
+def _validation(
+    config: ResolvedConfig, examples: Sequence[Any], tokenizer: Tokenizer, rows: dict[str, int]
+) -> ValidationSet | PairValidation:
+    """Returns the first batches of the held-out examples or pairs."""
+    if config.preference is None:
+        return validation_set(examples, tokenizer, eval_batches=config.eval_batches, **rows)
+    most = config.eval_batches * config.batch_size // 2
+    packed = pack_pairs(examples, config.seq_len)[:most]
+    return PairValidation(pair_batches(packed, **rows), sum(map(len, packed)))
 
 
 def _first_state(

@@ -32,6 +32,7 @@ from train.settings.messages import naming_flag
 from train.settings.options import flag_name
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
+from train.text.pairs import PairValidation
 from train.text.tokenizer import Tokenizer
 
 
@@ -42,7 +43,7 @@ def begin(
     console: Console,
     *,
     batches: Any,
-    validation: ValidationSet,
+    validation: ValidationSet | PairValidation,
     summary: str,
     remarks: Sequence[str] = (),
     first_state: Callable[[TrainState], TrainState],

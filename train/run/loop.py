@@ -4,6 +4,7 @@ A program prepares a `Run`, which checks everything that can be wrong. `train` t
 logs, evaluates and saves until the last step or a signal. A saved run continues with equal bits.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -42,6 +43,7 @@ from train.run.step import TrainState, make_eval_step, make_refresh_step, make_t
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
+from train.text.pairs import PairValidation
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ class Run:
       train_step: the compiled step.
       state: the training state.
       batches: the training data, at the position that belongs to `state`.
-      validation: the held-out data.
+      validation: the held-out data: batches, and a report of sums over them.
       checkpoints: where the run is saved.
       lock: keeps other runs out of the folder, if this process has the lock. `train` releases it.
       identity: what a checkpoint must agree with.
@@ -67,7 +69,7 @@ class Run:
     train_step: Callable[..., Any]
     state: TrainState
     batches: Any
-    validation: ValidationSet
+    validation: ValidationSet | PairValidation
     checkpoints: Checkpoints
     lock: contextlib.ExitStack
     identity: dict[str, Any]
@@ -292,9 +294,11 @@ class _Trainer:
         # All processes have all of the held-out batches.
         put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
         batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
-        losses = (self._eval_step(run.state.model, batch, run.state.context) for batch in batches)
-        cost = run.validation.cost(sum(map(float, losses)))
-        report = {"validation_loss": cost.pop("nats_per_token"), **cost}
+        totals: collections.Counter[str] = collections.Counter()
+        for batch in batches:
+            sums = self._eval_step(run.state.model, batch, run.state.context)
+            totals.update({name: float(value) for name, value in sums.items()})
+        report = run.validation.report(totals)
         check_finite(run, step, report)
         self._recorder.record(step, **report)
         self._progress.say(step, report)

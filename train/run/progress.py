@@ -8,6 +8,14 @@ from typing import Self
 import rich.progress
 from rich.console import Console
 
+_SHOWN = {
+    "validation_loss": "held-out loss {:.4f}",
+    "perplexity": "perplexity {:,.2f}",
+    "bits_per_byte": "{:.3f} bits per byte",
+    "reward_accuracy": "accuracy of the reward {:.3f}",
+    "reward_margin": "margin {:.3f}",
+}
+
 
 class Progress:
     """A progress bar with loss, tokens/s and time left; lines of text without a terminal."""
@@ -54,11 +62,8 @@ class Progress:
 
     def say(self, step: int, report: dict[str, float]) -> None:
         """Prints an evaluation above the bar."""
-        self._bar.console.print(
-            f"step {step}: held-out loss {report['validation_loss']:.4f},"
-            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits per byte",
-            highlight=False,
-        )
+        parts = [_SHOWN[name].format(value) for name, value in report.items() if name in _SHOWN]
+        self._bar.console.print(f"step {step}: {', '.join(parts)}", highlight=False)
 
     def __enter__(self) -> Self:
         self._bar.start()

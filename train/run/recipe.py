@@ -170,7 +170,7 @@ def _subspace(
         return None
     make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(config, packed=config.packed)
+    batch = batch_shapes(config)
     model = jax.eval_shape(make, key)
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
     is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None

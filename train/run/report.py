@@ -36,7 +36,7 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """
     loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(recipe.config, packed=recipe.config.packed)
+    batch = batch_shapes(recipe.config)
     arguments = (state.model, batch, key, state.context)
 
     def stored_in_bases(*arguments: Any) -> jax.Array:

@@ -14,7 +14,17 @@ from models.layers import layer_function, layer_keys
 from models.lora import attach, init_adapters, quantize_layers
 from models.sharding import fetch_first
 from train.run.calibration import calibration_zeros
-from train.run.loss import Batch, Context, inputs_of, loss_function
+from train.run.loss import (
+    Batch,
+    Context,
+    inputs_of,
+    loss_after,
+    loss_function,
+    preferences,
+    response_log_probs,
+    run_layers,
+    weight_of,
+)
 from train.run.loss_scale import LossScale, update_if
 from train.run.recipe import Recipe
 from train.settings.config import RunConfig
@@ -201,8 +211,7 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
         return run_layer(block, x, inputs["positions"], key)
 
     def after(model: Decoder, x: jax.Array, inputs: dict[str, Any]) -> jax.Array:
-        batch = inputs["batch"]
-        return model.loss_after(x, batch["targets"], mask=batch["mask"], z_loss=config.z_loss)
+        return loss_after(config, model, x, inputs["batch"])
 
     return actjax.optim.in_backward(
         *(before, layer, after, recipe.optimizer),
@@ -262,24 +271,33 @@ def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tupl
 def _split(batch: Batch, count: int) -> tuple[Batch, jax.Array]:
     """Splits arrays [B, ...] into [count, B / count, ...], with rows of every device's shard each.
 
-    Returns them with the share of the unmasked tokens that each micro-batch has, [count].
+    Returns them with the share of the unmasked tokens, or of the pairs, that each micro-batch has,
+    [count].
     """
     micro = {k: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1) for k, x in batch.items()}
-    tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
-    return micro, tokens / jnp.maximum(tokens.sum(), 1)
+    weights = weight_of(micro)
+    return micro, weights / jnp.maximum(weights.sum(), 1)
 
 
-def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
-    """Returns a function from what is trained, a batch and a `Context` to the loss in nats.
+def make_eval_step(recipe: Recipe) -> Callable[..., dict[str, jax.Array]]:
+    """Returns a function from what is trained, a batch and a `Context` to sums over the batch.
 
-    The loss is exact, without dropout, and summed over the unmasked tokens.
+    They are those of `train.run.loss.preferences`, or `nats`: the loss over the unmasked tokens.
+    The loss is exact, without dropout.
     """
-    exact = dataclasses.replace(recipe.config, z_loss=0.0)
-    loss = loss_function(exact, Storage(), recipe.config.lora, dropout=False)
+    config = dataclasses.replace(recipe.config, z_loss=0.0)
+    lora = config.lora
+    loss = loss_function(config, Storage(), lora, dropout=False)
 
-    def eval_step(model: Any, batch: Batch, context: Context = Context()) -> jax.Array:
-        exact = dataclasses.replace(context, calibration=None, loss_scale=None)
-        mean = loss(model, batch, jax.random.key(0), exact)
-        return mean * batch["mask"].astype(jnp.float32).sum()
+    def eval_step(trained: Any, batch: Batch, context: Context = Context()) -> dict[str, jax.Array]:
+        if config.preference is None:
+            exact = dataclasses.replace(context, calibration=None, loss_scale=None)
+            mean = loss(trained, batch, jax.random.key(0), exact)
+            return {"nats": mean * weight_of(batch)}
+        model, reference = trained, None
+        if lora is not None:
+            model = attach(context.frozen, trained, lora, None)
+            reference = response_log_probs(config, context.frozen, batch)
+        return preferences(config, model, run_layers(config, model, batch), batch, reference)
 
     return eval_step

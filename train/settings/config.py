@@ -20,6 +20,8 @@ from train.settings.options import (
     check_at_least,
     check_range,
     flag_name,
+    given_fields,
+    shown_flag,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -350,6 +352,29 @@ class AdapterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """Direct preference optimization, for `--loss dpo`.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    beta: float = 0.1
+    """Factor of the reward: the larger, the closer the model stays to the reference, which is the
+    checkpoint. With `length_normalization` larger values, such as 5."""
+    label_smoothing: float = 0.0
+    """Probability that the labels of a pair are exchanged, for data with wrong ones."""
+    length_normalization: bool = False
+    """Take means over the tokens of a response in place of sums."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"`--beta` must be above 0, got {self.beta}.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"`label_smoothing` must be in [0, 0.5), got {self.label_smoothing}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
     """Fine-tune a checkpoint on examples, with activations stored in a smaller form.
 
@@ -365,6 +390,10 @@ class FinetuneConfig(RunConfig):
     of the checkpoint."""
     method: str = "lora"
     """Method: which weights are trained, how activations are stored for the backward pass."""
+    loss: Literal["sft", "dpo"] = "sft"
+    """sft: cross-entropy of completions and answers. dpo: preference of a chosen over a rejected
+    response (Rafailov et al., 2023); records have prompt, chosen and rejected."""
+    preference: PreferenceConfig = PreferenceConfig()
     adapter: AdapterConfig = AdapterConfig()
     data: ExampleConfig = ExampleConfig()
     optimizer: OptimizerConfig = OptimizerConfig(
@@ -382,7 +411,7 @@ class FinetuneConfig(RunConfig):
             *("checkpoint", "download", "data.data", "method", "steps", "batch_size", "seq_len"),
             *("learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
         ),
-        "Examples": ("tokenizer", "data"),
+        "Examples": ("loss", "preference", "tokenizer", "data"),
         "Adapters": ("adapter",),
         **_TRAINING,
         **_OUTPUT,
@@ -403,3 +432,13 @@ class FinetuneConfig(RunConfig):
         super().__post_init__()
         if not self.checkpoint:
             raise ValueError("`--checkpoint` is missing: name the folder of a checkpoint.")
+        if self.loss == "sft":
+            for name, value in given_fields(self.preference).items():
+                raise ValueError(f"`{shown_flag(name, value)}` has no effect without `--loss dpo`.")
+        elif self.z_loss:
+            raise ValueError("`z_loss` has no effect with `--loss dpo`: drop it.")
+        elif (self.batch_size // self.accumulate) % 2:
+            raise ValueError(
+                f"`--batch-size` {self.batch_size} over `--accumulate` {self.accumulate} must be"
+                " even with `--loss dpo`: a pair takes two sequences."
+            )

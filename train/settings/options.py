@@ -138,7 +138,8 @@ FORMER_CHOICES = {
 """By flag and value that were removed: what to choose."""
 RARE = frozenset({
     "beta1", "beta2", "z_loss", "adapt_every", "scale", "keep", "eval_batches",
-    "calibration_batches", "recalibrate_every", "count_prompts",
+    "calibration_batches", "recalibrate_every", "count_prompts", "label_smoothing",
+    "length_normalization",
 })  # fmt: skip
 """Settings that a `--config` file takes and the command line does not, which keeps it short."""
 ANY_FULL_RANK = "any full-rank method"

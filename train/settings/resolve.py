@@ -15,6 +15,7 @@ from train.settings.config import (
     AdapterConfig,
     FinetuneConfig,
     OptimizerConfig,
+    PreferenceConfig,
     PretrainConfig,
     RunConfig,
 )
@@ -33,6 +34,7 @@ class ResolvedConfig(RunConfig):
       model_config: its dimensions.
       folder: folder of the run.
       adapter: the settings of the adapters; None if all weights are trained.
+      preference: settings of the loss of preference pairs; None for cross-entropy.
       pretrained: whether the weights of a checkpoint are trained: they are evaluated first.
       packed: whether several examples share a sequence without seeing each other.
       positions: longest sequence of the model as published, or as its checkpoint says. The model
@@ -43,6 +45,7 @@ class ResolvedConfig(RunConfig):
     model_config: ModelConfig
     folder: pathlib.Path
     adapter: AdapterConfig | None = None
+    preference: PreferenceConfig | None = None
     pretrained: bool = False
     packed: bool = False
     positions: int
@@ -181,6 +184,7 @@ def resolve(
         "positions": model.max_seq_len,
         "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
         "adapter": adapter if method.adapters else None,
+        "preference": _preference(config),
         "pretrained": bool(config.checkpoint),
         "packed": isinstance(config, FinetuneConfig),
     }
@@ -223,6 +227,12 @@ def _optimizer(
     if moments == "auto":
         moments = "8bit" if method.lean and optimizer.optimizer != "adafactor" else "float32"
     return dataclasses.replace(optimizer, beta1=b1, beta2=b2, moment_dtype=moments)
+
+
+def _preference(config: PretrainConfig | FinetuneConfig) -> PreferenceConfig | None:
+    if isinstance(config, FinetuneConfig) and config.loss == "dpo":
+        return config.preference
+    return None
 
 
 def _in_backward(config: RunConfig, method: methods.Method) -> bool:

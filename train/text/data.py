@@ -8,7 +8,7 @@ batches that would have followed. Threads read ahead; no processes are started.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -112,6 +112,11 @@ class ValidationSet:
     num_bytes: int
     """UTF-8 bytes of the text of those targets: `sum of nats / ln 2 / num_bytes` is bits per byte.
     Exact except for a few bytes where the first or last target is part of a character."""
+
+    def report(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns the cost from sums over the batches, as a run records it."""
+        cost = self.cost(sums["nats"])
+        return {"validation_loss": cost.pop("nats_per_token"), **cost}
 
     def cost(self, nats: float) -> dict[str, float]:
         """Returns the cost of the text from the sum of its cross-entropy.

@@ -29,7 +29,7 @@ class Examples:
 
     Attributes:
       name: name for logs.
-      train: training examples.
+      train: training examples, or pairs of preference.
       validation: held-out examples.
       cut: number of examples, of both kinds, that lost their end for being longer than a sequence.
       dropped: number of examples that were dropped: for their length, or because no token counts,
@@ -40,8 +40,8 @@ class Examples:
     """
 
     name: str
-    train: Sequence[Example] | Sequence[Pair]
-    validation: Sequence[Example] | Sequence[Pair]
+    train: Sequence[Any]
+    validation: Sequence[Any]
     cut: int
     dropped: int
     fingerprint: str
@@ -176,7 +176,10 @@ class _Reader:
             self._empty += empty and not text.is_chat
         learn_all = self._config.count_prompts
         examples = [self._encoder.example(text, learn_all=learn_all) for text in texts]
-        return [Pair(*examples)] if self._preferences else examples
+        if not self._preferences or not examples:
+            return examples
+        chosen, rejected = examples
+        return [Pair(chosen, rejected)]
 
     def check_skipped(self) -> None:
         """Raises a `ValueError` if all records were skipped."""
@@ -223,7 +226,7 @@ def _fit(items: list[Any], longest: int, long: Literal["cut", "drop"]) -> tuple[
                 parts = [
                     Example(x.tokens[:longest].copy(), x.counted[:longest].copy()) for x in parts
                 ]
-                item = Pair(*parts) if isinstance(item, Pair) else parts[0]
+                item = Pair(parts[0], parts[1]) if isinstance(item, Pair) else parts[0]
                 cut += 1
             fitting.append(item)
     return fitting, cut

@@ -23,8 +23,7 @@ from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
 
-Item = Example | Pair
-PackedRow = list[Any]
+PackedRow = Sequence[Any]
 """The examples that share a row, or the pairs that share two."""
 MOST_PAIRS = 32
 """Most pairs of a row: a step has a place for each."""
@@ -90,25 +89,28 @@ def packed_batches(
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
-def pair_batches(
-    pairs: Sequence[Pair], *, batch_size: int, seq_len: int, eval_batches: int | None, pad_id: int
-) -> list[Batch]:
-    """Returns the first batches of pairs, packed in order; the last is padded with empty rows.
-
-    Args:
-      pairs: as for `packed_batches`.
-      batch_size: rows of a batch, two for each row of pairs.
-      seq_len: tokens of a row.
-      eval_batches: largest number of batches; None for all.
-      pad_id: as for `packed_batches`.
+def pack_pairs(pairs: Sequence[Pair], seq_len: int) -> list[list[Pair]]:
+    """Returns pairs packed in order: the pairs of each row.
 
     Raises:
       ValueError: as for `packed_batches`.
     """
-    _check(pairs, batch_size, seq_len)
+    _check(pairs, 2, seq_len)
+    return _pack(pairs, range(len(pairs)), seq_len)
+
+
+def pair_batches(
+    rows: Sequence[Sequence[Pair]], *, batch_size: int, seq_len: int, pad_id: int
+) -> list[Batch]:
+    """Returns batches of packed pairs; the last is padded with empty rows.
+
+    Args:
+      rows: the pairs of each row, which takes two of a batch.
+      batch_size: rows of a batch.
+      seq_len: tokens of a row.
+      pad_id: as for `packed_batches`.
+    """
     step = batch_size // 2
-    rows = _pack(pairs, range(len(pairs)), seq_len)
-    rows = rows if eval_batches is None else rows[: eval_batches * step]
     return [
         _as_batch(rows[i : i + step], batch_size, seq_len, pad_id, 2)
         for i in range(0, len(rows), step)
@@ -207,13 +209,13 @@ class _EpochsIterator(grain.DatasetIterator[PackedRow]):
         self._rows: list[PackedRow] | None = None
 
 
-def _pack(examples: Sequence[Any], order: Iterable[int], seq_len: int) -> list[PackedRow]:
+def _pack(examples: Sequence[Any], order: Iterable[int], seq_len: int) -> list[list[Any]]:
     """Packs examples in the given order, each into the fullest row with room ("best fit").
 
     Rows are in the order of their first example. A pair needs the places of its longer response.
     """
     most = MOST_PAIRS if len(examples) and isinstance(examples[0], Pair) else seq_len
-    rows: list[PackedRow] = []
+    rows: list[list[Any]] = []
     room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
         needed = max(len(example.tokens) for example in parts_of(examples[index])) - 1

@@ -1,7 +1,10 @@
 """Pairs of preference: a prompt with a chosen and a rejected response."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from train.text.chat import ChatTemplate
 from train.text.conversations import Conversation, read_messages, write_conversation
@@ -24,6 +27,28 @@ class Pair(NamedTuple):
     chosen: Example
     rejected: Example
     reference: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairValidation:
+    """Held-out batches of pairs.
+
+    Attributes:
+      batches: the batches.
+      num_pairs: pairs in them.
+    """
+
+    batches: list[dict[str, np.ndarray]]
+    num_pairs: int
+
+    def report(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns means over pairs from sums: loss, accuracy and margin of the implicit reward."""
+        means = {name: value / self.num_pairs for name, value in sums.items()}
+        return {
+            "validation_loss": means["loss"],
+            "reward_accuracy": means["correct"],
+            "reward_margin": means["margin"],
+        }
 
 
 def write_pair(
