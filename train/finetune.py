@@ -14,7 +14,7 @@ from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
 from models.hub import is_repository
 from models.lora import quantize
 from train.run import hosts
-from train.run.begin import begin
+from train.run.begin import begin, in_epochs
 from train.run.calibration import calibrate
 from train.run.export import Target, Trained, exports_only, read_trained
 from train.run.loop import (
@@ -38,7 +38,7 @@ from train.settings.messages import naming_flag
 from train.settings.resolve import ResolvedConfig, resolve
 from train.text.data import ValidationSet
 from train.text.examples import open_examples, parts_of
-from train.text.packing import pack_pairs, packed_batches, pair_batches, validation_set
+from train.text.packing import count_rows, pack_pairs, packed_batches, pair_batches, validation_set
 from train.text.pairs import PairValidation
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import fit_vocabulary, tokenizer_of
@@ -84,7 +84,6 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
-        recipe = build_recipe(config)
         tokenizer = tokenizer_of(checkpoint, user_config.tokenizer)
         flag = "--checkpoint" if user_config.tokenizer is None else "--tokenizer"
         size = config.model_config.vocab_size
@@ -97,6 +96,11 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
             folder,
             preferences=config.preference is not None,
         )
+        packing = {"seq_len": config.seq_len, "seed": config.seed, "shares": examples.shares}
+        count = functools.partial(count_rows, examples.train, **packing)
+        user_config = in_epochs(user_config, config, count)
+        config = dataclasses.replace(config, steps=user_config.steps)
+        recipe = build_recipe(config)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
         rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}

@@ -57,6 +57,7 @@ class PlannedConfig(PretrainConfig):
     distributed: tyro.conf.Fixed[bool] = False
     out: tyro.conf.Fixed[pathlib.Path | None] = None
     resume: tyro.conf.Fixed[bool] = False
+    epochs: tyro.conf.Fixed[float | None] = None
     export: tyro.conf.Fixed[pathlib.Path | None] = None
     checkpoint: tyro.conf.Fixed[str] = ""
     log_to: tyro.conf.Fixed[tuple[str, ...]] = PretrainConfig.log_to

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from models.checkpoints import find_checkpoint, read_dimensions
 from train.run import hosts
-from train.run.begin import begin
+from train.run.begin import begin, in_epochs
 from train.run.export import Target, Trained, exports_only, read_trained, tokenizer_of_run
 from train.run.loop import Run, make_console, prepare_and_train, reporting_errors, run_program
 from train.run.pretrained import fingerprint, read_model
@@ -22,7 +22,7 @@ from train.settings.config import DataConfig, PretrainConfig
 from train.settings.messages import naming_flag
 from train.settings.resolve import dimensions, resolve
 from train.text.corpus import Corpus, open_corpus
-from train.text.data import row_order, train_batches, validation_batches
+from train.text.data import count_rows, row_order, train_batches, validation_batches
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import fit_vocabulary, load_tokenizer, tokenizer_of
 from train.text.trained_tokenizer import default_tokenizer
@@ -77,7 +77,12 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
             flag = "--checkpoint" if user_config.data.tokenizer is None else "--tokenizer"
             remark = fit_vocabulary(tokenizer, flag, config.title, model_config.vocab_size)
             parts["checkpoint"] = fingerprint(checkpoint)
-        recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
+        if user_config.epochs is not None:
+            special = user_config.data.special_tokens
+            rows = count_rows(corpus, tokenizer, config.seq_len, special)
+            user_config = in_epochs(user_config, config, lambda epochs: epochs * rows)
+        config = dataclasses.replace(config, model_config=model_config, steps=user_config.steps)
+        recipe = build_recipe(config)
         how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         how["special_tokens"] = user_config.data.special_tokens
         part = rows_of_process(mesh, config.batch_size)

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -23,7 +24,7 @@ from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
-from train.run.saved_settings import as_json, changed_settings, write_settings
+from train.run.saved_settings import as_json, changed_rate, changed_settings, write_settings
 from train.run.sharding import reformatted, with_sharding
 from train.run.state import shardings_of_run
 from train.run.step import TrainState, init_state
@@ -34,6 +35,8 @@ from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
 from train.text.pairs import PairValidation
 from train.text.tokenizer import Tokenizer
+
+C = TypeVar("C", bound=RunConfig)
 
 
 def begin(
@@ -123,12 +126,33 @@ def begin(
             if changed := changed_settings(config.folder, user_config):
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
+            if rate := changed_rate(config.folder, config, int(state.step)):
+                console.print(f"[bold yellow]warning[/bold yellow]: {rate}")
         state = reformatted(state)
         if hosts.is_main() and int(state.step) < config.steps:
             write_settings(config.folder, user_config)
         save_tokenizer(tokenizer, config.folder)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
+
+
+def in_epochs(user_config: C, config: ResolvedConfig, rows: Callable[[float], float]) -> C:
+    """Returns settings whose number of steps follows from `--epochs`, if that is given.
+
+    Args:
+      user_config: the settings as the user gave them.
+      config: the resolved settings.
+      rows: from epochs to the number of rows in them.
+
+    Raises:
+      ValueError: `--steps` is given too.
+    """
+    if user_config.epochs is None:
+        return user_config
+    if user_config.steps != type(user_config).steps:
+        raise ValueError("`--epochs` and `--steps` exclude each other: drop one.")
+    steps = math.ceil(rows(user_config.epochs) / config.batch_size)
+    return dataclasses.replace(user_config, steps=max(1, steps))
 
 
 def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,12 @@ _HINTS = {
     " the gradient in another way." + _OTHER_VERSION,
 }
 """Remarks on parts of the identity, for where they differ."""
+_HASHED = {
+    "data": "the tokens of `--data`",
+    "tokenizer": "the vocabulary and the rules of the tokenizer",
+    "checkpoint": "the files of `--checkpoint`",
+}
+"""Parts of the identity that are hashes, which tell people nothing."""
 
 
 class Checkpoints:
@@ -188,7 +194,12 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
     if "optimizer.in_backward" in differing:  # Then one of the two has no estimate.
         differing = [k for k in differing if k != "optimizer.norm_estimate"]
     if differing:
-        lines = [f"{k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
+        lines = [
+            f"{_HASHED[k]} are not those of the run"
+            if k in _HASHED
+            else f"{k}: {saved.get(k)!r} there, {now.get(k)!r} now"
+            for k in differing
+        ]
         hints = [_HINTS[k] for k in differing if k in _HINTS]
         if not any(_OTHER_VERSION in hint for hint in hints):  # No setting changes these.
             hints.append("Pass the settings it was made with, or another `--out`.")

@@ -21,7 +21,7 @@ _LAST_RATE = 0.1
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns linear warm-up to the peak, then a cosine to a tenth of it at `steps`."""
-    warmup = max(1, min(config.warmup_steps, steps // 2))
+    warmup = warmup_of(config.warmup_steps, steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warmup,
         peak_value=config.learning_rate,
@@ -29,6 +29,11 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         decay_steps=max(steps, warmup + 1),
         end_value=config.learning_rate * _LAST_RATE,
     )
+
+
+def warmup_of(asked: int, steps: int) -> int:
+    """Returns the steps of warm-up: those that are asked for, at most half of the run."""
+    return max(1, min(asked, steps // 2))
 
 
 def make_optimizer(

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
+import numpy as np
 from flax.traverse_util import flatten_dict
 
+from train.run.optimizer import learning_rate_schedule
 from train.settings.config import RunConfig
 from train.settings.options import RENAMED
+from train.settings.resolve import ResolvedConfig
 
 _NOT_COMPARED = ("out", "resume", "download", "log_to", "weight_dtype", "weight_rounding")
 """Settings whose change is not reported. The identity of a checkpoint covers the last two."""
@@ -47,6 +51,34 @@ def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
     unfinished = folder / "settings.json.part"
     unfinished.write_text(json.dumps(as_json(config), indent=2) + "\n")
     unfinished.replace(folder / "settings.json")
+
+
+def changed_rate(folder: pathlib.Path, config: ResolvedConfig, step: int) -> str:
+    """Returns a line on the learning rate of the next step, if other settings change it; else "".
+
+    Args:
+      folder: folder of the run, with the settings before.
+      config: the settings now.
+      step: steps done.
+    """
+    try:
+        before = json.loads((folder / "settings.json").read_text())
+        names = ("learning_rate", "warmup_steps")
+        former = {name: before["optimizer"][name] for name in names}
+        optimizer = dataclasses.replace(config.optimizer, **former)
+        schedules = [
+            learning_rate_schedule(optimizer, int(before["steps"])),
+            learning_rate_schedule(config.optimizer, config.steps),
+        ]
+        former_rate, rate = (float(np.asarray(schedule(step))) for schedule in schedules)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    if math.isclose(former_rate, rate, rel_tol=1e-3):
+        return ""
+    return (
+        f"the learning rate of step {step + 1} is {rate:.3g}, with the former settings"
+        f" {former_rate:.3g}"
+    )
 
 
 def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:

@@ -142,6 +142,8 @@ class RunConfig:
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    epochs: float | None = None
+    """Passes over the data, in place of `--steps`."""
     batch_size: int = 8
     """Sequences of a step, over all devices."""
     seq_len: int = 256
@@ -207,6 +209,8 @@ class RunConfig:
                     "eval_batches", "save_every", "keep")  # fmt: skip
         check_at_least(1, **{name: getattr(self, name) for name in positive})
         check_range(self, 2**31, "steps", low=1)
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"`--epochs` must be above 0, got {self.epochs}.")
         if self.batch_size * self.seq_len >= 2**31:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
@@ -267,8 +271,8 @@ class PretrainConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "checkpoint", "method", "data.data", "steps", "batch_size", "seq_len"),
-            *("learning_rate", "weight_dtype", "out", "resume", "export"),
+            *("model", "checkpoint", "method", "data.data", "steps", "epochs", "batch_size"),
+            *("seq_len", "learning_rate", "weight_dtype", "out", "resume", "export"),
         ),
         **_TRAINING,
         "Text and tokenizer": ("data", "model_vocab_size", "download"),

@@ -70,6 +70,12 @@ class ResolvedConfig(RunConfig):
                 " weight are lost. Use `--weight-rounding stochastic`, or `--weight-dtype float32`"
                 " if it fits."
             )
+        asked, taken = self.optimizer.warmup_steps, self.steps // 2
+        if asked > taken > 0:
+            warnings.append(
+                f"warm-up takes {taken} steps, half of the run, in place of the {asked} of"
+                " `--warmup-steps`."
+            )
         if self.seq_len > self.positions:
             warnings.append(
                 f"`--seq-len` {self.seq_len} is above the {self.positions} positions of"

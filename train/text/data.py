@@ -44,6 +44,7 @@ def row_order(tokenizer: Tokenizer) -> str:
     return f"shuffled in windows of {WINDOW_ROWS} rows{begins}"
 
 
+_COUNTED_DOCUMENTS = 256
 _LONGEST_HELD_OUT = 2048
 """Most tokens of a held-out document, so that an evaluation of some ten thousand tokens covers more
 than a few long documents."""
@@ -100,6 +101,17 @@ def train_batches(
         lambda x: _as_batch(x[mine], tokenizer.dictated)
     )
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
+
+
+def count_rows(
+    corpus: Corpus, tokenizer: Tokenizer, seq_len: int, special_tokens: SpecialTokens
+) -> float:
+    """Returns the rows of one epoch of `train_batches`. Encodes all of the training text."""
+    encode, tokens = document_encoder(tokenizer, special_tokens), 0
+    for start in range(0, len(corpus.train), _COUNTED_DOCUMENTS):
+        stop = min(start + _COUNTED_DOCUMENTS, len(corpus.train))
+        tokens += sum(map(len, encode([corpus.train[i] for i in range(start, stop)])))
+    return tokens / (seq_len + 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ is an epoch and a row, and is equal in all processes.
 """
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
 
-PackedRow = Sequence[Any]
+PackedRow = list[Any]
 """The examples that share a row, or the pairs that share two."""
 MOST_PAIRS = 32
 """Most pairs of a row: a step has a place for each."""
@@ -74,10 +75,7 @@ def packed_batches(
     mine = rows_of_part(batch_size, part)
 
     def rows_of(epoch: int) -> list[PackedRow]:
-        generator = np.random.default_rng([seed, epoch])
-        rows = _pack(examples, _order(generator, len(examples), shares), seq_len)
-        # Without this, the emptiest rows would come last.
-        return [rows[index] for index in generator.permutation(len(rows))]
+        return _rows_of_epoch(examples, epoch, seq_len, seed, shares)
 
     rows_each = len(parts_of(examples[0]))
     taken = slice(mine.start // rows_each, mine.stop // rows_each)
@@ -115,6 +113,30 @@ def pair_batches(
         _as_batch(rows[i : i + step], batch_size, seq_len, pad_id, 2)
         for i in range(0, len(rows), step)
     ]
+
+
+def count_rows(
+    examples: Sequence[Any],
+    epochs: float,
+    *,
+    seq_len: int,
+    seed: int,
+    shares: Sequence[tuple[int, float]] = (),
+) -> float:
+    """Returns the rows of `packed_batches` in a number of epochs; a pair takes two.
+
+    Args:
+      examples: as for `packed_batches`.
+      epochs: the number, above 0.
+      seq_len: tokens of a row.
+      seed: seed of the shuffles.
+      shares: as for `packed_batches`.
+    """
+    counts = [
+        len(_rows_of_epoch(examples, epoch, seq_len, seed, shares))
+        for epoch in range(math.ceil(epochs))
+    ]
+    return (sum(counts) - counts[-1] * (len(counts) - epochs)) * len(parts_of(examples[0]))
 
 
 def validation_set(
@@ -156,6 +178,19 @@ def validation_set(
             " except for end tokens. Give other examples."
         )
     return ValidationSet(batches, num_tokens, num_bytes)
+
+
+def _rows_of_epoch(
+    examples: Sequence[Any],
+    epoch: int,
+    seq_len: int,
+    seed: int,
+    shares: Sequence[tuple[int, float]],
+) -> list[PackedRow]:
+    generator = np.random.default_rng([seed, epoch])
+    rows = _pack(examples, _order(generator, len(examples), shares), seq_len)
+    # Without this, the emptiest rows would come last.
+    return [rows[index] for index in generator.permutation(len(rows))]
 
 
 def _order(
@@ -209,13 +244,13 @@ class _EpochsIterator(grain.DatasetIterator[PackedRow]):
         self._rows: list[PackedRow] | None = None
 
 
-def _pack(examples: Sequence[Any], order: Iterable[int], seq_len: int) -> list[list[Any]]:
+def _pack(examples: Sequence[Any], order: Iterable[int], seq_len: int) -> list[PackedRow]:
     """Packs examples in the given order, each into the fullest row with room ("best fit").
 
     Rows are in the order of their first example. A pair needs the places of its longer response.
     """
     most = MOST_PAIRS if len(examples) and isinstance(examples[0], Pair) else seq_len
-    rows: list[list[Any]] = []
+    rows: list[PackedRow] = []
     room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
         needed = max(len(example.tokens) for example in parts_of(examples[index])) - 1
