@@ -42,9 +42,10 @@ def test_turns_of_the_assistant_count_and_special_tokens_are_those_of_the_templa
     (example,) = open_chat(bpe, CHATML).train
     assert learnt(example, bpe) == [
         ("system\nBe brief.\nuser\nWhy?\nassistant\n", False),
-        ("Because.\n", True),
-        ("user\nReally?\nassistant\n", False),
-        ("Yes.\n", True),
+        ("Because.", True),
+        ("\nuser\nReally?\nassistant\n", False),
+        ("Yes.", True),
+        ("\n", False),
     ]
     start, end = (bpe._inner.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (example.tokens == start).sum() == 5
@@ -65,7 +66,8 @@ def test_the_text_before_a_turn_has_the_same_tokens_alone(request, open_chat, ki
         )
         ids = tokenizer.encode_with_special(asked)
         assert example.tokens[: len(ids)].tolist() == ids
-        assert example.counted[len(ids) - 1 : len(ids) + 1].tolist() == [False, True]
+        assert not example.counted[len(ids) - 1]
+        assert example.counted[len(ids) : len(ids) + 2].any()  # The template may add a space.
 
 
 def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_chat):
@@ -100,10 +102,10 @@ def test_only_what_is_up_to_the_last_answer_is_used(bpe, open_chat):
 def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_chat):
     first, second = open_chat(bpe, THINKING).train
     before = "system\nBe brief.\nuser\nWhy?\nassistant\n"
-    answer = ("<think></think>Because.\n", True)
-    assert learnt(first, bpe) == [(before, False), answer]
+    empty, end = "<think></think>", ("\n", False)  # Words of the template are not learnt.
+    assert learnt(first, bpe) == [(before + empty, False), ("Because.", True), end]
     before += "Because.\nuser\nReally?\nassistant\n"
-    assert learnt(second, bpe) == [(before, False), ("<think></think>Yes.\n", True)]
+    assert learnt(second, bpe) == [(before + empty, False), ("Yes.", True), end]
 
 
 BY_USE = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
@@ -145,7 +147,7 @@ def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
         ("{% for %}", r"`--chat-template`: '.*template.jinja': line 1 of the template: Expected"),
         (
             "{{ raise_exception('No system!') }}",
-            r"line 1 of '.*rows.jsonl': the chat template fails \(TemplateError: No sys",
+            r"line 1 of '.*rows.jsonl': message 3: the chat template fails \(TemplateError: No sys",
         ),
         ("{{ messages[9].role }}", r"the chat template fails \(UndefinedError: list object"),
         ("{{ messages.append(1) }}", r"the chat template fails \(SecurityError"),
@@ -167,7 +169,7 @@ def test_templates_that_fail_are_refused(bpe, open_chat, template, match):
         ({"role": "gpt", "content": "a"}, r"message 1 has the role 'gpt', not one of 'system',"),
         ({"content": "a"}, r"message 1 has the role None"),
         ({"role": "user"}, r"the 'content' of message 1 is NoneType, not text"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"the 'content' of message 1 is list, n"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"a part of the 'content' of message 1 is no t"),
     ],
 )
 def test_malformed_messages_are_refused(bpe, open_chat, message, match):

@@ -1,5 +1,7 @@
 """Examples: their tokens, which of them count, which are held out, and their lengths."""
 
+import itertools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from tests.train.example_files import (
     write,
     write_rows,
 )
-from train.text.tokenizer import Tokenizer
+from train.text.encoder import Encoder, Written
+from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 
 @pytest.fixture(params=["bytes", "bpe", "pieces"])
@@ -27,18 +30,28 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
-def test_a_completion_and_its_end_count_and_a_prompt_has_the_tokens_that_it_has_alone(
-    tokenizer, open_rows
-):
+PROMPTS = ("asks:", "asks: ", "why?\n", "why?\n\n", "### ", "###", "fox number 1", "é", "qui", " ")
+COMPLETIONS = (" why", "why", "\n\nfox", " ", "2", "\u0301a", "#", "ck", "日", "  x")
+
+
+def test_a_completion_and_its_end_count_and_a_token_over_the_seam_is_of_it(tokenizer, open_rows):
     (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
-    assert learnt(example, tokenizer) == [("asks: ", False), ("why", True)]
-    assert example.tokens[-1] == tokenizer.eos_id
-    assert example.counted[-1]
+    seam = isinstance(tokenizer, HuggingFaceTokenizer)  # It has a token " why".
+    runs = [("asks:", False), (" why", True)] if seam else [("asks: ", False), ("why", True)]
+    assert learnt(example, tokenizer) == runs
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompt = [*bos, *tokenizer.encode("asks: ")]
-    assert example.tokens[: len(prompt)].tolist() == prompt
-    assert not example.counted[: len(prompt)].any()
+    encoder = Encoder(tokenizer)
+    for end, completion in itertools.product(PROMPTS, COMPLETIONS):
+        prompt = f"So {end}"
+        text = prompt + completion
+        example = encoder.example(Written(text, [(len(prompt), len(text))]))
+        ids = [*tokenizer.prefix, *tokenizer.encode(text), tokenizer.eos_id]
+        assert example.tokens.tolist() == ids
+        first = int(example.counted.argmax())
+        assert example.counted[first:].all()
+        # Evaluation divides them at the same place.
+        assert encoder.continued(prompt, completion) == (ids[:first], ids[first:-1])
+        assert prompt.startswith(tokenizer.decode(ids[:first]).removesuffix("\ufffd"))
 
 
 @hypothesis.example(prompt="quick", completion="fox")  # No space between them.
@@ -141,9 +154,17 @@ def test_held_out_records_do_not_move_and_copies_stay_together(open_rows):
         assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
 
 
-def test_a_single_record_cannot_be_held_out(open_rows):
-    with pytest.raises(ValueError, match=r"it has 2 record\(s\), all equal, .*`--validation`"):
-        open_rows([PAIR, PAIR], held_out=0.05)
+def test_a_single_record_cannot_be_held_out_and_of_many_copies_a_share_is(open_rows):
+    with pytest.raises(ValueError, match=r"it has 1 record\(s\), and one must .*`--validation`"):
+        open_rows([PAIR], held_out=0.05)
+    for rows, share, count in (
+        ([*[PAIR] * 10, *numbered(3)], 0.05, 1),
+        ([PAIR, PAIR], 0.05, 1),
+        ([PAIR] * 40, 0.1, 4),
+        ([*[PAIR] * 20, *[LONG] * 20], 0.1, 4),
+    ):
+        examples = open_rows(rows, held_out=share)
+        assert (len(examples.validation), len(examples.train)) == (count, len(rows) - count)
 
 
 def test_validation_records_can_come_from_another_file_which_errors_name(open_rows, tmp_path):
@@ -152,7 +173,7 @@ def test_validation_records_can_come_from_another_file_which_errors_name(open_ro
     assert len(examples.train) == 10
     assert texts_of(examples.validation) == ["xy"]
     for row, seq_len, message in (
-        ({"text": "x"}, 1000, r"`--validation`: line 1 of '.*other.jsonl': there is no"),
+        ({"body": "x"}, 1000, r"line 1 of '.*other.jsonl' has the fields 'body': neither 'mess"),
         (ENDLESS, 8, r"`--validation` is '.*': all 1 record\(s\) to validate on"),
     ):
         write_rows(other, [row])

@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import strategies as st
 
 from tests.train.runs import REPOSITORY
-from train.text import tokenizer as tokenizer_lib
+from train.text import trained_tokenizer
 from train.text.corpus import Corpus
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import load_tokenizer
@@ -121,7 +121,7 @@ def corpus() -> Corpus:
 def test_default_is_trained_once_on_the_train_split_only(corpus, bpe, tmp_path, monkeypatch):
     first = default_tokenizer(corpus, 300, tmp_path)
     assert first.fingerprint == bpe.fingerprint
-    monkeypatch.setattr(tokenizer_lib, "train_bpe", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(trained_tokenizer, "train_bpe", lambda *_: pytest.fail("trained again"))
     assert default_tokenizer(corpus, 300, tmp_path).fingerprint == first.fingerprint
     assert [p.name for p in (tmp_path / "tokenizers").iterdir()] == [f"bpe-300-{'f' * 16}"]
 
@@ -132,7 +132,7 @@ def test_default_killed_while_saving_is_trained_again(corpus, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer_lib.HuggingFaceTokenizer, "save", killed)
+        patch.setattr(trained_tokenizer.HuggingFaceTokenizer, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             default_tokenizer(corpus, 300, tmp_path)
     assert default_tokenizer(corpus, 300, tmp_path).vocab_size == 300
@@ -140,8 +140,8 @@ def test_default_killed_while_saving_is_trained_again(corpus, tmp_path, monkeypa
 
 @pytest.mark.parametrize("limit", [1, 500, 10**9])
 def test_sample_is_evenly_spaced_and_limited(limit, monkeypatch):
-    monkeypatch.setattr(tokenizer_lib, "TRAINING_CHARS", limit)
-    sample = list(tokenizer_lib._sample(SENTENCES))
+    monkeypatch.setattr(trained_tokenizer, "TRAINING_CHARS", limit)
+    sample = list(trained_tokenizer._sample(SENTENCES))
     longest = max(map(len, SENTENCES))
     assert sum(map(len, sample)) <= limit + longest
     if limit > 1:
@@ -176,11 +176,13 @@ def test_special_tokens_are_the_usual_ones_unless_a_configuration_names_them(bpe
     for name in ("tokenizer.json", "renamed.json"):
         inner.save(str(tmp_path / name))
         loaded = load_tokenizer(tmp_path / name)
-        assert (loaded.bos_id, loaded.eos_id) == (0, 1)
+        # Only a post-processor adds tokens.
+        assert (loaded.bos_id, loaded.eos_id) == (None, 1)
     bpe._inner.save(str(tmp_path / "tokenizer.json"))
     write_config(tmp_path, eos_token={"content": "q"}, bos_token=END_OF_TEXT)
     loaded = load_tokenizer(str(tmp_path))
-    assert (loaded.eos_id, loaded.bos_id) == (bpe.encode("q")[0], 0)
+    ids = [loaded.eos_id, loaded.bos_id, loaded.bos_token]
+    assert ids == [*bpe.encode("q"), None, END_OF_TEXT]
 
 
 CONFIG, MERGES = "tokenizer_config.json", "merges.txt"
