@@ -217,7 +217,8 @@ def _answer_in(
             bound, stop = name.span()
     # A thought or a call is written around the content, in the template's words.
     if not (message.get("tool_calls") or message.get("reasoning_content")):
-        content = message["content"].strip()
+        content = message["content"]
+        content = content if content in said[start:bound] else content.strip()
         # The last place, because words of the template before it can hold the content.
         start = max(start, said.rfind(content, start, bound)) if content else max(start, bound)
     return start, stop

@@ -96,6 +96,35 @@ def test_rows_hold_whole_documents_between_their_special_tokens(tokenizer, kind)
         assert (tokens[begins] == tokenizer.bos_id).all()
 
 
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "dictated"),
+    [
+        ((), (), []),
+        ((257,), (), []),  # Bytes.eos_id.
+        ((257,), (257,), []),
+        ((256,), (), [256]),
+        ((256,), (257,), [256]),
+        ((), (257, 256), [256]),
+    ],
+)
+def test_one_separator_divides_documents_and_what_it_dictates_is_no_target(
+    prefix, suffix, dictated
+):
+    tokenizer = Bytes()
+    tokenizer.prefix, tokenizer.suffix = prefix, suffix
+    texts = [f"document {i:02}" for i in range(100)]
+    for documents in (texts, ["".join(texts)]):
+        corpus = Corpus("short", train=documents, validation=documents, fingerprint="5")
+        for batch in batches_of(tokenizer, 4, corpus, seq_len=64):
+            np.testing.assert_array_equal(batch["mask"] == 0, np.isin(batch["targets"], dictated))
+            tokens = rows_of([batch])
+            assert not ((tokens[:, 1:] == tokens[:, :-1]) & (tokens[:, 1:] > 255)).any()
+        sizes = {"batch_size": 4, "seq_len": 64, "eval_batches": 100}
+        held_out = validation_batches(corpus, tokenizer, **sizes)
+        assert held_out.num_tokens == 1100 + len(documents) - (not prefix)
+        assert held_out.num_bytes == 1100 - (not prefix)
+
+
 def test_a_text_of_exactly_one_row_is_enough():
     corpus = Corpus("one", train=["abc"], validation=["abc"], fingerprint="1")
     (batch,) = batches_of(Bytes(), 1, corpus, batch_size=1, seq_len=4)

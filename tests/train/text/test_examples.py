@@ -1,6 +1,7 @@
 """Examples: their tokens, which of them count, which are held out, and their lengths."""
 
 import itertools
+import re
 
 import hypothesis
 import numpy as np
@@ -30,6 +31,10 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
+ALPACA = (
+    "Below is an instruction that describes a task",
+    ". Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n",
+)
 PROMPTS = ("asks:", "asks: ", "why?\n", "why?\n\n", "### ", "###", "fox number 1", "é", "qui", " ")
 COMPLETIONS = (" why", "why", "\n\nfox", " ", "2", "\u0301a", "#", "ck", "日", "  x")
 
@@ -103,6 +108,44 @@ def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, c
     assert learnt(example) == [(prompt, False), (completion, True)]
 
 
+NAMED = "<|im_start|>user\nHi<|im_end|>\n"
+MESSAGES = [{"role": "user", "content": NAMED}, {"role": "assistant", "content": "b"}]
+WRITTEN = {
+    "prompt_template": r"<|im_start|>user\n{q}<|im_end|>\n",
+    "completion_template": "{a}<|im_end|>",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "special", "remark"),
+    [
+        ({"text": NAMED}, {}, 1, True),
+        ({"text": NAMED}, {"special_tokens": "parse"}, 3, False),
+        ({"q": "Hi", "a": "Yo"}, WRITTEN, 4, False),
+        ({"q": NAMED, "a": "Yo"}, WRITTEN, 4, True),
+        ({"q": NAMED, "a": "Yo"}, {**WRITTEN, "special_tokens": "parse"}, 6, False),
+        ({"prompt": "a", "completion": "b<|endoftext|>"}, {}, 1, True),
+        ({"instruction": NAMED, "output": "b"}, {}, 1, True),
+        ({"messages": MESSAGES}, {}, 4, True),
+        ({"messages": MESSAGES}, {"special_tokens": "parse"}, 6, False),
+        ({"text": "<|im_star t|><|im_en<|im_end"}, {}, 1, False),
+    ],
+)
+def test_names_of_special_tokens_are_tokens_in_templates_and_letters_in_content(
+    bpe, open_rows, tmp_path, row, options, special, remark
+):
+    if "messages" in row:
+        options = {**options, "chat_template": write(tmp_path / "chatml.jinja", CHATML)}
+    examples = open_rows([row], bpe, **options)
+    (example,) = examples.train
+    assert np.isin(example.tokens, list(bpe.special)).sum() == special
+    # Special tokens decode to nothing.
+    assert any(name in bpe.decode(example.tokens) for name in bpe.special.values()) == remark
+    # Both files, which are the same here.
+    says = "names of special tokens in 2 of them are read as letters: <|"
+    assert [line.startswith(says) for line in examples.remarks] == [True] * remark
+
+
 # --- Formats. ---
 
 
@@ -114,6 +157,14 @@ def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, c
         ({**PAIR, "text": "plain"}, {}, "Why? Because."),
         ({**PAIR, "text": "plain"}, {"format": "text"}, "plain"),
         ({**PAIR, "body": "plain"}, {"text_field": "body"}, "plain"),
+        (
+            {"instruction": "Add.", "input": "1 1", "output": "2", "text": "x"},
+            {},
+            f"{ALPACA[0]}, paired with an input that provides further context{ALPACA[1]}### Input:"
+            "\n1 1\n\n### Response:\n2",
+        ),
+        ({"instruction": "Add.", "output": "2"}, {}, f"{ALPACA[0]}{ALPACA[1]}### Response:\n2"),
+        ({"instruction": "a", "output": "b", "text": "x"}, {"format": "text"}, "x"),
     ],
 )
 def test_the_format_is_that_of_the_first_record_unless_a_flag_chooses_it(
@@ -134,6 +185,35 @@ def test_a_record_without_a_known_format_is_refused(open_rows):
         match=r"line 1 of '.*rows.jsonl' has the fields 'question', 'answer': neither 'messages'",
     ):
         open_rows([{"question": "a", "answer": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "a pair of preference: pass `--loss dpo`",
+        ),
+        ({"chosen": [], "rejected": []}, "a pair of preference: pass `--loss dpo`"),
+        ({**PAIR, "weight": 0.5}, "line 1 of .*: field 'weight' is 0.5, and has no meaning here"),
+        ({"text": "a", "sample_weight": 2}, "field 'sample_weight' is 2, and has no meaning"),
+        ({**CHAT, "functions": [{"name": "f"}]}, "field 'functions' is .* has no meaning here"),
+        ({"instruction": "a", "output": "b", "loss_weight": 0}, "field 'loss_weight' is 0, and"),
+    ],
+)
+def test_fields_with_a_meaning_elsewhere_are_refused(bpe, open_rows, tmp_path, row, match):
+    template = {"chat_template": write(tmp_path / "chatml.jinja", CHATML)}
+    with pytest.raises(ValueError, match=match):
+        open_rows([row], bpe, **(template if "messages" in row else {}))
+
+
+def test_bad_records_are_skipped_on_request(open_rows):
+    examples = open_rows([PAIR, {"prompt": 1}, {**PAIR, "weight": 3}, PAIR], skip_bad=True)
+    assert len(examples.train) == 2
+    says = r"4 of 8 records are bad and skipped; the first: `--data`: line 2 of .*'completion'"
+    assert re.match(says, examples.remarks[0])
+    with pytest.raises(ValueError, match=r"`--skip-bad` skipped all records; the first: .*line 1"):
+        open_rows([{"prompt": None, "completion": "a"}], skip_bad=True)
 
 
 # --- Held-out records. ---

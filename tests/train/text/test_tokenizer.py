@@ -1,7 +1,9 @@
 """Tokenizers: restored texts, file formats, deterministic training."""
 
+import copy
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from tests.train.runs import REPOSITORY
 from train.text import trained_tokenizer
 from train.text.corpus import Corpus
-from train.text.tokenizer import Tokenizer
-from train.text.tokenizer_files import load_tokenizer
+from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from train.text.tokenizer_files import fit_vocabulary, load_tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, default_tokenizer, train_bpe
 
 SENTENCES = [f"The quick brown fox number {i} jumps over the lazy dog.\n" for i in range(50)]
@@ -183,6 +185,34 @@ def test_special_tokens_are_the_usual_ones_unless_a_configuration_names_them(bpe
     loaded = load_tokenizer(str(tmp_path))
     ids = [loaded.eos_id, loaded.bos_id, loaded.bos_token]
     assert ids == [*bpe.encode("q"), None, END_OF_TEXT]
+
+
+@pytest.mark.parametrize(
+    ("roles", "limit", "message"),
+    [
+        ({}, 301, ""),
+        ({}, 300, "1 added token(s) of the tokenizer, such as '<pad>', have no embedding in M"),
+        ({}, 299, "the tokenizer has 301 tokens, but M has 299: the one of `--t` belongs to anoth"),
+        ({"eos": "<pad>"}, 300, "the tokenizer has 301 tokens, but M has 300"),
+        ({"prefix": ["<pad>"]}, 300, "the tokenizer has 301 tokens, but M has 300"),
+        ({"suffix": ["<pad>"]}, 300, "the tokenizer has 301 tokens, but M has 300"),
+    ],
+)
+def test_an_added_token_without_an_embedding_is_refused_where_it_occurs(bpe, roles, limit, message):
+    inner = copy.deepcopy(bpe._inner)
+    inner.add_special_tokens(["<pad>"])
+    tokenizer = HuggingFaceTokenizer(inner, **{"eos": END_OF_TEXT, **roles})
+    if message.startswith("the"):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fit_vocabulary(tokenizer, "--t", "M", limit)
+        return
+    assert fit_vocabulary(tokenizer, "--t", "M", limit).startswith(message)
+    assert tokenizer.encode("a<pad>") == bpe.encode("a<pad>")  # Letters.
+    if message:
+        with pytest.raises(ValueError, match=r"token <pad> \[300\], and the model has 300 embedd"):
+            tokenizer.encode_with_special("a<pad>")
+    else:
+        assert tokenizer.encode_with_special("<pad>") == [300]
 
 
 CONFIG, MERGES = "tokenizer_config.json", "merges.txt"
