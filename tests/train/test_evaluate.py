@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from rich.console import Console
 
 from models import huggingface, lora, peft
@@ -112,7 +113,9 @@ def test_a_beginning_is_continued(folder, capsys, monkeypatch):
     evaluate.main()
     given = config(folder, generate="One plus [two]")
     text = quietly(given)["generated"]
-    assert capsys.readouterr().out.rstrip("\n") == ("One plus [two]" + text).rstrip("\n")
+    remark, _, printed = capsys.readouterr().out.partition("\n")
+    assert remark.startswith("tokenizer of 290 (tokenizer.json, tokenizer_config.json): nothing be")
+    assert printed.rstrip("\n") == ("One plus [two]" + text).rstrip("\n")
     tokenizer, model = load_tokenizer(folder / "model"), huggingface.load(folder / "model")
     prompt = tokenizer.encode("One plus [two]")
     ids = evaluate.generate(
@@ -142,7 +145,7 @@ def test_prompts_are_written_by_a_chat_template(folder, says, tmp_path):
     options = asked(folder, "choices", choose="likelihood", option_template="{letter}", **chat)
     (question, *_) = evaluate.prepare(options).questions
     asked_for = ready.tokenizer.encode("<user>Two and two?<assistant>A")
-    assert [*question.prompt, *question.continuations[0]] == asked_for
+    assert [*question.options[0][0], *question.options[0][1]] == asked_for
     # A tokenizer without a chat template.
     (tmp_path / "plain").mkdir()
     shutil.copy(folder / "model" / "tokenizer.json", tmp_path / "plain")
@@ -154,9 +157,11 @@ def test_prompts_are_written_by_a_chat_template(folder, says, tmp_path):
 
 
 def test_a_tokenizer_with_bos_begins_and_ends_texts_with_it(folder, tmp_path):
-    shutil.copy(folder / "model" / "tokenizer.json", tmp_path)
-    tokens = {"bos_token": "q", "eos_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    inner = tokenizers.Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="q $A", special_tokens=[("q", inner.token_to_id("q"))]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
     ready = evaluate.prepare(config(folder, generate="Two?", tokenizer=tmp_path))
     tokenizer = ready.tokenizer
     assert ready.beginning == [tokenizer.bos_id, *tokenizer.encode("Two?")]

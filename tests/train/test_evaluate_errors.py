@@ -104,7 +104,9 @@ def test_a_place_for_answers_that_cannot_be_written_is_refused_first(folder, tmp
 
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     train_bpe([TEXT * 3 + "".join(map(chr, range(200, 400)))], 350).save(tmp_path)
-    with pytest.raises(BadRunError, match=r"tokens, but the model in .* has 300: `--tokenizer`"):
+    with pytest.raises(
+        BadRunError, match=r"tokens, but the model in .* has 300: the one of `--tok"
+    ):
         quietly(config(folder, tokenizer=tmp_path, generate="One"))
 
 

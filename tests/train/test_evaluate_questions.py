@@ -89,14 +89,15 @@ def test_likelihoods_are_those_of_the_forward_pass(folder, likelihoods, normaliz
     assert report["choice"]["correct"] == right
 
 
-def test_options_begin_before_the_first_token_that_one_of_them_changes(folder):
+def test_an_option_begins_with_the_token_over_its_seam_as_in_training(folder):
     """A continuation without a space joins the last word of the prompt in one token."""
     templates = {"prompt_template": "It is fou", "option_template": "{option}"}
     joined = asked(folder, "choices", choose="likelihood", **templates)
     tokenizer = load_tokenizer(folder / "model")
     (question, *_) = evaluate.prepare(joined).questions
-    for option, ids in zip(("four", "five", "a sum"), question.continuations, strict=True):
-        assert [*question.prompt, *ids] == tokenizer.encode("It is fou" + option)
+    for option, (prompt, ids) in zip(("four", "five", "a sum"), question.options, strict=True):
+        assert [*prompt, *ids] == tokenizer.encode("It is fou" + option)
+        assert "It is fou".startswith(tokenizer.decode(prompt))
 
 
 def test_templates_are_python_format_strings(folder):

@@ -211,14 +211,16 @@ def _answer_in(
     said: str, start: int, message: Mapping[str, Any], names: re.Pattern[str]
 ) -> tuple[int, int]:
     """Returns the place of an answer in a text that begins to answer at `start`."""
-    stop = len(said)
-    last = max((name.end() for name in names.finditer(said, start)), default=start)
-    if last > start and not said[last:].strip():
-        stop = last
+    bound = stop = len(said)
+    for name in names.finditer(said, start):
+        if not said[name.end() :].strip():
+            bound, stop = name.span()
     # A thought or a call is written around the content, in the template's words.
     if not (message.get("tool_calls") or message.get("reasoning_content")):
-        content = message["content"].strip()
-        start = max(start, said.find(content, start)) if content else start
+        content = message["content"]
+        content = content if content in said[start:bound] else content.strip()
+        # The last place, because words of the template before it can hold the content.
+        start = max(start, said.rfind(content, start, bound)) if content else max(start, bound)
     return start, stop
 
 

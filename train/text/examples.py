@@ -263,7 +263,7 @@ def _hold_out(
             f"`--data` is '{source.path}': it has {len(records)} record(s), and one must be held"
             " out. Give other records, or a file to validate on by `--validation`."
         )
-    if sum(held_out) > 2 * wanted and len(values) < len(records):
+    if all(held_out) or (sum(held_out) > 2 * wanted and len(values) < len(records)):
         step = len(records) / wanted
         places = {round(step * (i + 0.5) - 0.5) for i in range(wanted)}
         held_out = [index in places for index in range(len(records))]

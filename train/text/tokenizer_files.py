@@ -34,6 +34,12 @@ _CLASS_NAMES: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": END_OF_TEXT},
 }
 """Names of tokens that a class of `transformers` has where no file gives them."""
+_CLASSES = {
+    **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
+    "gemma": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
+}
+"""Classes by the kind of the model, where no file names one."""
 
 
 def load_tokenizer(path: pathlib.Path | str, flag: str = "--tokenizer") -> Tokenizer:
@@ -186,7 +192,8 @@ class _Settings:
     @property
     def class_name(self) -> str:
         """The class of the tokenizer in `transformers`, or ""."""
-        return str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
+        name = self.config.get("tokenizer_class") or _CLASSES.get(self.model_type, "")
+        return str(name).removesuffix("Fast")
 
     @property
     def model_type(self) -> str:
@@ -308,6 +315,9 @@ def _follow_class(inner: tokenizers.Tokenizer, settings: _Settings) -> None:
     scheme = "never" if space is False else first
     inner.normalizer = None  # type: ignore[assignment]
     inner.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+    strip = [] if space is False else [decoders.Strip(" ", 1, 0)]
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    inner.decoder = decoders.Sequence(parts)
 
 
 def _read_vocab_and_merges(directory: pathlib.Path, settings: _Settings) -> tokenizers.Tokenizer:

@@ -9,6 +9,7 @@ from tests.train.example_files import (
     CHAT,
     CHATML,
     learnt,
+    texts_of,
     write,
 )
 from train.text.chat import ChatTemplate
@@ -42,9 +43,10 @@ def test_turns_of_the_assistant_count_and_special_tokens_are_those_of_the_templa
     (example,) = open_chat(bpe, CHATML).train
     assert learnt(example, bpe) == [
         ("system\nBe brief.\nuser\nWhy?\nassistant\n", False),
-        ("Because.\n", True),
-        ("user\nReally?\nassistant\n", False),
-        ("Yes.\n", True),
+        ("Because.", True),
+        ("\nuser\nReally?\nassistant\n", False),
+        ("Yes.", True),
+        ("\n", False),
     ]
     start, end = (bpe._inner.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (example.tokens == start).sum() == 5
@@ -65,7 +67,8 @@ def test_the_text_before_a_turn_has_the_same_tokens_alone(request, open_chat, ki
         )
         ids = tokenizer.encode_with_special(asked)
         assert example.tokens[: len(ids)].tolist() == ids
-        assert example.counted[len(ids) - 1 : len(ids) + 1].tolist() == [False, True]
+        assert not example.counted[len(ids) - 1]
+        assert example.counted[len(ids) : len(ids) + 2].any()  # The template may add a space.
 
 
 def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_chat):
@@ -100,10 +103,79 @@ def test_only_what_is_up_to_the_last_answer_is_used(bpe, open_chat):
 def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_chat):
     first, second = open_chat(bpe, THINKING).train
     before = "system\nBe brief.\nuser\nWhy?\nassistant\n"
-    answer = ("<think></think>Because.\n", True)
-    assert learnt(first, bpe) == [(before, False), answer]
+    empty, end = "<think></think>", ("\n", False)  # Words of the template are not learnt.
+    assert learnt(first, bpe) == [(before + empty, False), ("Because.", True), end]
     before += "Because.\nuser\nReally?\nassistant\n"
-    assert learnt(second, bpe) == [(before, False), ("<think></think>Yes.\n", True)]
+    assert learnt(second, bpe) == [(before + empty, False), ("Yes.", True), end]
+
+
+def each(change, messages=CHAT["messages"]) -> list[dict]:
+    return [{**message, **change(message)} for message in messages]
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALLS = CHATML.replace("message.content +", "message.content + (message.tool_calls | tojson if "
+                       "message.tool_calls else '') +")  # fmt: skip
+SHARED = {"user": "human", "assistant": "gpt", "system": "system"}
+FORMS = {
+    "ShareGPT": {"conversations": [
+        {"from": SHARED[m["role"]], "value": m["content"]} for m in CHAT["messages"]]},
+    "its name alone": {"conversations": CHAT["messages"]},
+    "parts": {"messages": each(lambda m: {"content": [{"type": "text", "text": m["content"]}]})},
+    "several parts": {"messages": each(lambda m: {"content": [*m["content"]]})},
+    "null fields": {**CHAT, "tools": None, "messages": each(lambda m: {"tool_calls": None, "x": []})},
+    "names of messages": {"messages": each(lambda m: {"id": 3, "timestamp": "now", "weight": 1})},
+    "names of records": {**CHAT, "id": 3, "weight": 1, "functions": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_a_conversation_have_the_same_tokens(bpe, open_chat, form):
+    assert open_chat(bpe, CHATML, [FORMS[form]]).fingerprint == open_chat(bpe, CHATML).fingerprint
+
+
+MARKED = CHATML.replace("+ message.content + '<|im_end|>\\n' }}", """}}{% if message.role == 'assistant'
+ %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}
+{{- message.content + '<|im_end|>\\n' }}{% endif %}""")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("weights", [(1, 0), (0, 1), (0, 0)])
+def test_answers_without_weight_are_not_learnt(bpe, open_chat, template, weights):
+    system, *turns = each(lambda m: {})
+    turns[1]["weight"], turns[3]["weight"] = weights
+    first = {"messages": [system, *turns]}
+    examples = open_chat(bpe, template, [first, CHAT])
+    *weighted, both = examples.train
+    texts = [("Because.", True), ("Yes.", True)]
+    assert [run for run in learnt(both, bpe) if run[1]] == texts
+    kept = [text for text, weight in zip(texts, weights, strict=True) if weight]
+    assert [run for x in weighted for run in learnt(x, bpe) if run[1]] == kept
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "text"),
+    [
+        ([{"role": "assistant", "content": "Hi."}], CHATML, "Hi."),
+        ([{"role": "assistant", "content": "Hi."}, *CHAT["messages"][1:2]], MARKED, "Hi."),
+        ([*CHAT["messages"][:2], CALL], CALLS, '[{"function": {"name": "f"}}]'),
+        ([CALL, {"role": "tool", "content": "4"}, *CHAT["messages"][1:3]], CALLS, "Because."),
+    ],
+)
+def test_the_assistant_may_begin_and_call(bpe, open_chat, messages, template, text):
+    (example,) = open_chat(bpe, template, [{"messages": messages}]).train
+    assert [run for run, counts in learnt(example, bpe) if counts][-1] == text
+
+
+def test_arguments_of_a_template_come_from_the_flag_and_before_it_from_the_record(bpe, open_chat):
+    template = "{{ quoted }}{{ n + 1 }}{{ mood }}" + CHATML
+    flags = {"template_argument": ("n=1", "mood=a = b", 'quoted="x"')}
+    own = {**CHAT, "chat_template_kwargs": {"n": 2}}
+    texts = texts_of(open_chat(bpe, template, [CHAT, own], **flags).train, bpe)
+    assert [text.partition("system")[0] for text in texts] == ["x2a = b", "x3a = b"]
+    for argument in ("n", "=1", "a b=1"):
+        with pytest.raises(ValueError, match="`--template-argument` must be name=value, such as"):
+            open_chat(bpe, template, template_argument=(argument,))
 
 
 BY_USE = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
@@ -115,8 +187,10 @@ BY_USE = [{"name": "tool_use", "template": "no"}, {"name": "default", "template"
         ("chat_template.jinja", CHATML),
         ("tokenizer_config.json", json.dumps({"chat_template": CHATML})),
         ("tokenizer_config.json", json.dumps({"chat_template": BY_USE})),
+        ("tokenizer_config.json", json.dumps({"chat_template": {"default": CHATML, "rag": "no"}})),
+        ("chat_template.json", json.dumps({"chat_template": CHATML})),
     ],
-    ids=["file", "configuration", "several"],
+    ids=["file", "configuration", "several", "object", "own file"],
 )
 def test_the_template_of_the_tokenizer_is_the_default(
     bpe, open_chat, open_rows, tmp_path, name, content
@@ -137,6 +211,22 @@ def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
     empty = write(tmp_path / "tokenizer_config.json", "{}")
     with pytest.raises(ValueError, match=r"`--chat-template`: '.*': it has no 'chat_template'"):
         open_rows([CHAT], bpe, folder=empty)
+    for bad, match in (
+        (["a"], "it has no 'chat_template' that is a text, or has one by name"),
+        ({"rag": "x"}, "its 'chat_template' has 'rag', and none is named 'default'"),
+        ([{"name": "rag", "template": "x"}], "has 'rag', and none is named 'default'"),
+        ({"default": 3}, "it has no 'chat_template' that is a text"),
+        ("{{ " + "(" * 3000, "the template is nested too deeply"),
+    ):
+        write(empty, json.dumps({"chat_template": bad}))
+        with pytest.raises(ValueError, match=match):
+            open_rows([CHAT], bpe, folder=tmp_path)
+    empty.unlink()
+    write(tmp_path / "additional_chat_templates" / "rag.jinja", CHATML)
+    with pytest.raises(
+        ValueError, match=r"no default chat template, only rag: choose one, such as"
+    ):
+        open_rows([CHAT], bpe, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +235,7 @@ def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
         ("{% for %}", r"`--chat-template`: '.*template.jinja': line 1 of the template: Expected"),
         (
             "{{ raise_exception('No system!') }}",
-            r"line 1 of '.*rows.jsonl': the chat template fails \(TemplateError: No sys",
+            r"line 1 of '.*rows.jsonl': message 3: the chat template fails \(TemplateError: No sys",
         ),
         ("{{ messages[9].role }}", r"the chat template fails \(UndefinedError: list object"),
         ("{{ messages.append(1) }}", r"the chat template fails \(SecurityError"),
@@ -167,7 +257,26 @@ def test_templates_that_fail_are_refused(bpe, open_chat, template, match):
         ({"role": "gpt", "content": "a"}, r"message 1 has the role 'gpt', not one of 'system',"),
         ({"content": "a"}, r"message 1 has the role None"),
         ({"role": "user"}, r"the 'content' of message 1 is NoneType, not text"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"the 'content' of message 1 is list, n"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            r"a part of the 'content' of message 1 is no t",
+        ),
+        ({"role": "user", "content": [{"type": "image"}]}, "a part of the 'content' of message 1"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "the 'content' of message 1 is"),
+        ({"from": "nobody", "value": "a"}, "message 1 is from 'nobody', not from one of 'human',"),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, "the 'weight' of message 1 is 0.5"),
+        (
+            {"role": "user", "content": "a", "loss": True},
+            "field 'loss' of message 1 has no meaning",
+        ),
+        (
+            {"from": "gpt", "value": "a", "masked": 1},
+            "field 'masked' of message 1 has no meaning h",
+        ),
+        (
+            {"role": "user", "content": "a", "prefix": "b"},
+            "field 'prefix' of message 1 has no mean",
+        ),
     ],
 )
 def test_malformed_messages_are_refused(bpe, open_chat, message, match):

@@ -87,13 +87,42 @@ def test_rows_hold_whole_documents_between_their_special_tokens(tokenizer, kind)
     count = sum(len(tokenizer.encode(text)) + special for text in DOCUMENTS)
     (batch,) = batches_of(tokenizer, 1, batch_size=1, seq_len=count - 1)  # A row is an epoch.
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    assert batch["mask"].all()
+    np.testing.assert_array_equal(batch["mask"] == 0, batch["targets"] == tokenizer.bos_id)
     tokens = rows_of([batch]).ravel()
     *found, rest = documents_in(tokens, tokenizer)
     assert (sorted(found), rest) == (sorted(DOCUMENTS), "")
     begins = np.append(0, np.flatnonzero(tokens == tokenizer.eos_id)[:-1] + 1)
     if tokenizer.bos_id is not None:
         assert (tokens[begins] == tokenizer.bos_id).all()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "dictated"),
+    [
+        ((), (), []),
+        ((257,), (), []),  # Bytes.eos_id.
+        ((257,), (257,), []),
+        ((256,), (), [256]),
+        ((256,), (257,), [256]),
+        ((), (257, 256), [256]),
+    ],
+)
+def test_one_separator_divides_documents_and_what_it_dictates_is_no_target(
+    prefix, suffix, dictated
+):
+    tokenizer = Bytes()
+    tokenizer.prefix, tokenizer.suffix = prefix, suffix
+    texts = [f"document {i:02}" for i in range(100)]
+    for documents in (texts, ["".join(texts)]):
+        corpus = Corpus("short", train=documents, validation=documents, fingerprint="5")
+        for batch in batches_of(tokenizer, 4, corpus, seq_len=64):
+            np.testing.assert_array_equal(batch["mask"] == 0, np.isin(batch["targets"], dictated))
+            tokens = rows_of([batch])
+            assert not ((tokens[:, 1:] == tokens[:, :-1]) & (tokens[:, 1:] > 255)).any()
+        sizes = {"batch_size": 4, "seq_len": 64, "eval_batches": 100}
+        held_out = validation_batches(corpus, tokenizer, **sizes)
+        assert held_out.num_tokens == 1100 + len(documents) - (not prefix)
+        assert held_out.num_bytes == 1100 - (not prefix)
 
 
 def test_a_text_of_exactly_one_row_is_enough():
@@ -124,13 +153,13 @@ def unpadded(batches: list[dict], name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bos"])
-def test_every_token_except_the_first_is_a_target_once(tokenizer, kind):
+def test_every_token_but_the_first_and_beginnings_is_a_target_once(tokenizer, kind):
     tokenizer = tokenizer if kind == "bpe" else Bytes()
-    tokens = held_out_tokens(tokenizer)
-    held_out = validate(tokenizer)
-    np.testing.assert_array_equal(unpadded(held_out.batches, "targets"), tokens[1:])
-    np.testing.assert_array_equal(unpadded(held_out.batches, "inputs"), tokens[:-1])
-    assert held_out.num_tokens == len(tokens) - 1
+    tokens = np.array(held_out_tokens(tokenizer))
+    held_out, counts = validate(tokenizer), tokens[1:] != tokenizer.bos_id
+    np.testing.assert_array_equal(unpadded(held_out.batches, "targets"), tokens[1:][counts])
+    np.testing.assert_array_equal(unpadded(held_out.batches, "inputs"), tokens[:-1][counts])
+    assert held_out.num_tokens == counts.sum()
     first = len(tokenizer.decode(tokens[:1]).encode())
     assert held_out.num_bytes == sum(len(text.encode()) for text in HELD_OUT) - first
 

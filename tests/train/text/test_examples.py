@@ -1,5 +1,8 @@
 """Examples: their tokens, which of them count, which are held out, and their lengths."""
 
+import itertools
+import re
+
 import hypothesis
 import numpy as np
 import pytest
@@ -16,7 +19,8 @@ from tests.train.example_files import (
     write,
     write_rows,
 )
-from train.text.tokenizer import Tokenizer
+from train.text.encoder import Encoder, Written
+from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 
 @pytest.fixture(params=["bytes", "bpe", "pieces"])
@@ -27,18 +31,32 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
-def test_a_completion_and_its_end_count_and_a_prompt_has_the_tokens_that_it_has_alone(
-    tokenizer, open_rows
-):
+ALPACA = (
+    "Below is an instruction that describes a task",
+    ". Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n",
+)
+PROMPTS = ("asks:", "asks: ", "why?\n", "why?\n\n", "### ", "###", "fox number 1", "é", "qui", " ")
+COMPLETIONS = (" why", "why", "\n\nfox", " ", "2", "\u0301a", "#", "ck", "日", "  x")
+
+
+def test_a_completion_and_its_end_count_and_a_token_over_the_seam_is_of_it(tokenizer, open_rows):
     (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
-    assert learnt(example, tokenizer) == [("asks: ", False), ("why", True)]
-    assert example.tokens[-1] == tokenizer.eos_id
-    assert example.counted[-1]
+    seam = isinstance(tokenizer, HuggingFaceTokenizer)  # It has a token " why".
+    runs = [("asks:", False), (" why", True)] if seam else [("asks: ", False), ("why", True)]
+    assert learnt(example, tokenizer) == runs
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompt = [*bos, *tokenizer.encode("asks: ")]
-    assert example.tokens[: len(prompt)].tolist() == prompt
-    assert not example.counted[: len(prompt)].any()
+    encoder = Encoder(tokenizer)
+    for end, completion in itertools.product(PROMPTS, COMPLETIONS):
+        prompt = f"So {end}"
+        text = prompt + completion
+        example = encoder.example(Written(text, [(len(prompt), len(text))]))
+        ids = [*tokenizer.prefix, *tokenizer.encode(text), tokenizer.eos_id]
+        assert example.tokens.tolist() == ids
+        first = int(example.counted.argmax())
+        assert example.counted[first:].all()
+        # Evaluation divides them at the same place.
+        assert encoder.continued(prompt, completion) == (ids[:first], ids[first:-1])
+        assert prompt.startswith(tokenizer.decode(ids[:first]).removesuffix("\ufffd"))
 
 
 @hypothesis.example(prompt="quick", completion="fox")  # No space between them.
@@ -90,6 +108,44 @@ def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, c
     assert learnt(example) == [(prompt, False), (completion, True)]
 
 
+NAMED = "<|im_start|>user\nHi<|im_end|>\n"
+MESSAGES = [{"role": "user", "content": NAMED}, {"role": "assistant", "content": "b"}]
+WRITTEN = {
+    "prompt_template": r"<|im_start|>user\n{q}<|im_end|>\n",
+    "completion_template": "{a}<|im_end|>",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "special", "remark"),
+    [
+        ({"text": NAMED}, {}, 1, True),
+        ({"text": NAMED}, {"special_tokens": "parse"}, 3, False),
+        ({"q": "Hi", "a": "Yo"}, WRITTEN, 4, False),
+        ({"q": NAMED, "a": "Yo"}, WRITTEN, 4, True),
+        ({"q": NAMED, "a": "Yo"}, {**WRITTEN, "special_tokens": "parse"}, 6, False),
+        ({"prompt": "a", "completion": "b<|endoftext|>"}, {}, 1, True),
+        ({"instruction": NAMED, "output": "b"}, {}, 1, True),
+        ({"messages": MESSAGES}, {}, 4, True),
+        ({"messages": MESSAGES}, {"special_tokens": "parse"}, 6, False),
+        ({"text": "<|im_star t|><|im_en<|im_end"}, {}, 1, False),
+    ],
+)
+def test_names_of_special_tokens_are_tokens_in_templates_and_letters_in_content(
+    bpe, open_rows, tmp_path, row, options, special, remark
+):
+    if "messages" in row:
+        options = {**options, "chat_template": write(tmp_path / "chatml.jinja", CHATML)}
+    examples = open_rows([row], bpe, **options)
+    (example,) = examples.train
+    assert np.isin(example.tokens, list(bpe.special)).sum() == special
+    # Special tokens decode to nothing.
+    assert any(name in bpe.decode(example.tokens) for name in bpe.special.values()) == remark
+    # Both files, which are the same here.
+    says = "names of special tokens in 2 of them are read as letters: <|"
+    assert [line.startswith(says) for line in examples.remarks] == [True] * remark
+
+
 # --- Formats. ---
 
 
@@ -101,6 +157,14 @@ def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, c
         ({**PAIR, "text": "plain"}, {}, "Why? Because."),
         ({**PAIR, "text": "plain"}, {"format": "text"}, "plain"),
         ({**PAIR, "body": "plain"}, {"text_field": "body"}, "plain"),
+        (
+            {"instruction": "Add.", "input": "1 1", "output": "2", "text": "x"},
+            {},
+            f"{ALPACA[0]}, paired with an input that provides further context{ALPACA[1]}### Input:"
+            "\n1 1\n\n### Response:\n2",
+        ),
+        ({"instruction": "Add.", "output": "2"}, {}, f"{ALPACA[0]}{ALPACA[1]}### Response:\n2"),
+        ({"instruction": "a", "output": "b", "text": "x"}, {"format": "text"}, "x"),
     ],
 )
 def test_the_format_is_that_of_the_first_record_unless_a_flag_chooses_it(
@@ -123,6 +187,35 @@ def test_a_record_without_a_known_format_is_refused(open_rows):
         open_rows([{"question": "a", "answer": "b"}])
 
 
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "a pair of preference: pass `--loss dpo`",
+        ),
+        ({"chosen": [], "rejected": []}, "a pair of preference: pass `--loss dpo`"),
+        ({**PAIR, "weight": 0.5}, "line 1 of .*: field 'weight' is 0.5, and has no meaning here"),
+        ({"text": "a", "sample_weight": 2}, "field 'sample_weight' is 2, and has no meaning"),
+        ({**CHAT, "functions": [{"name": "f"}]}, "field 'functions' is .* has no meaning here"),
+        ({"instruction": "a", "output": "b", "loss_weight": 0}, "field 'loss_weight' is 0, and"),
+    ],
+)
+def test_fields_with_a_meaning_elsewhere_are_refused(bpe, open_rows, tmp_path, row, match):
+    template = {"chat_template": write(tmp_path / "chatml.jinja", CHATML)}
+    with pytest.raises(ValueError, match=match):
+        open_rows([row], bpe, **(template if "messages" in row else {}))
+
+
+def test_bad_records_are_skipped_on_request(open_rows):
+    examples = open_rows([PAIR, {"prompt": 1}, {**PAIR, "weight": 3}, PAIR], skip_bad=True)
+    assert len(examples.train) == 2
+    says = r"4 of 8 records are bad and skipped; the first: `--data`: line 2 of .*'completion'"
+    assert re.match(says, examples.remarks[0])
+    with pytest.raises(ValueError, match=r"`--skip-bad` skipped all records; the first: .*line 1"):
+        open_rows([{"prompt": None, "completion": "a"}], skip_bad=True)
+
+
 # --- Held-out records. ---
 
 
@@ -141,9 +234,17 @@ def test_held_out_records_do_not_move_and_copies_stay_together(open_rows):
         assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
 
 
-def test_a_single_record_cannot_be_held_out(open_rows):
-    with pytest.raises(ValueError, match=r"it has 2 record\(s\), all equal, .*`--validation`"):
-        open_rows([PAIR, PAIR], held_out=0.05)
+def test_a_single_record_cannot_be_held_out_and_of_many_copies_a_share_is(open_rows):
+    with pytest.raises(ValueError, match=r"it has 1 record\(s\), and one must .*`--validation`"):
+        open_rows([PAIR], held_out=0.05)
+    for rows, share, count in (
+        ([*[PAIR] * 10, *numbered(3)], 0.05, 1),
+        ([PAIR, PAIR], 0.05, 1),
+        ([PAIR] * 40, 0.1, 4),
+        ([*[PAIR] * 20, *[LONG] * 20], 0.1, 4),
+    ):
+        examples = open_rows(rows, held_out=share)
+        assert (len(examples.validation), len(examples.train)) == (count, len(rows) - count)
 
 
 def test_validation_records_can_come_from_another_file_which_errors_name(open_rows, tmp_path):
@@ -152,7 +253,7 @@ def test_validation_records_can_come_from_another_file_which_errors_name(open_ro
     assert len(examples.train) == 10
     assert texts_of(examples.validation) == ["xy"]
     for row, seq_len, message in (
-        ({"text": "x"}, 1000, r"`--validation`: line 1 of '.*other.jsonl': there is no"),
+        ({"body": "x"}, 1000, r"line 1 of '.*other.jsonl' has the fields 'body': neither 'mess"),
         (ENDLESS, 8, r"`--validation` is '.*': all 1 record\(s\) to validate on"),
     ):
         write_rows(other, [row])

@@ -1,7 +1,9 @@
 """Tokenizers: restored texts, file formats, deterministic training."""
 
+import copy
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,10 +14,10 @@ import tokenizers
 from hypothesis import strategies as st
 
 from tests.train.runs import REPOSITORY
-from train.text import tokenizer as tokenizer_lib
+from train.text import trained_tokenizer
 from train.text.corpus import Corpus
-from train.text.tokenizer import Tokenizer
-from train.text.tokenizer_files import load_tokenizer
+from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from train.text.tokenizer_files import fit_vocabulary, load_tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, default_tokenizer, train_bpe
 
 SENTENCES = [f"The quick brown fox number {i} jumps over the lazy dog.\n" for i in range(50)]
@@ -121,7 +123,7 @@ def corpus() -> Corpus:
 def test_default_is_trained_once_on_the_train_split_only(corpus, bpe, tmp_path, monkeypatch):
     first = default_tokenizer(corpus, 300, tmp_path)
     assert first.fingerprint == bpe.fingerprint
-    monkeypatch.setattr(tokenizer_lib, "train_bpe", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(trained_tokenizer, "train_bpe", lambda *_: pytest.fail("trained again"))
     assert default_tokenizer(corpus, 300, tmp_path).fingerprint == first.fingerprint
     assert [p.name for p in (tmp_path / "tokenizers").iterdir()] == [f"bpe-300-{'f' * 16}"]
 
@@ -132,7 +134,7 @@ def test_default_killed_while_saving_is_trained_again(corpus, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer_lib.HuggingFaceTokenizer, "save", killed)
+        patch.setattr(trained_tokenizer.HuggingFaceTokenizer, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             default_tokenizer(corpus, 300, tmp_path)
     assert default_tokenizer(corpus, 300, tmp_path).vocab_size == 300
@@ -140,8 +142,8 @@ def test_default_killed_while_saving_is_trained_again(corpus, tmp_path, monkeypa
 
 @pytest.mark.parametrize("limit", [1, 500, 10**9])
 def test_sample_is_evenly_spaced_and_limited(limit, monkeypatch):
-    monkeypatch.setattr(tokenizer_lib, "TRAINING_CHARS", limit)
-    sample = list(tokenizer_lib._sample(SENTENCES))
+    monkeypatch.setattr(trained_tokenizer, "TRAINING_CHARS", limit)
+    sample = list(trained_tokenizer._sample(SENTENCES))
     longest = max(map(len, SENTENCES))
     assert sum(map(len, sample)) <= limit + longest
     if limit > 1:
@@ -176,11 +178,41 @@ def test_special_tokens_are_the_usual_ones_unless_a_configuration_names_them(bpe
     for name in ("tokenizer.json", "renamed.json"):
         inner.save(str(tmp_path / name))
         loaded = load_tokenizer(tmp_path / name)
-        assert (loaded.bos_id, loaded.eos_id) == (0, 1)
+        # Only a post-processor adds tokens.
+        assert (loaded.bos_id, loaded.eos_id) == (None, 1)
     bpe._inner.save(str(tmp_path / "tokenizer.json"))
     write_config(tmp_path, eos_token={"content": "q"}, bos_token=END_OF_TEXT)
     loaded = load_tokenizer(str(tmp_path))
-    assert (loaded.eos_id, loaded.bos_id) == (bpe.encode("q")[0], 0)
+    ids = [loaded.eos_id, loaded.bos_id, loaded.bos_token]
+    assert ids == [*bpe.encode("q"), None, END_OF_TEXT]
+
+
+@pytest.mark.parametrize(
+    ("roles", "limit", "message"),
+    [
+        ({}, 301, ""),
+        ({}, 300, "1 added token(s) of the tokenizer, such as '<pad>', have no embedding in M"),
+        ({}, 299, "the tokenizer has 301 tokens, but M has 299: the one of `--t` belongs to anoth"),
+        ({"eos": "<pad>"}, 300, "the tokenizer has 301 tokens, but M has 300"),
+        ({"prefix": ["<pad>"]}, 300, "the tokenizer has 301 tokens, but M has 300"),
+        ({"suffix": ["<pad>"]}, 300, "the tokenizer has 301 tokens, but M has 300"),
+    ],
+)
+def test_an_added_token_without_an_embedding_is_refused_where_it_occurs(bpe, roles, limit, message):
+    inner = copy.deepcopy(bpe._inner)
+    inner.add_special_tokens(["<pad>"])
+    tokenizer = HuggingFaceTokenizer(inner, **{"eos": END_OF_TEXT, **roles})
+    if message.startswith("the"):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fit_vocabulary(tokenizer, "--t", "M", limit)
+        return
+    assert fit_vocabulary(tokenizer, "--t", "M", limit).startswith(message)
+    assert tokenizer.encode("a<pad>") == bpe.encode("a<pad>")  # Letters.
+    if message:
+        with pytest.raises(ValueError, match=r"token <pad> \[300\], and the model has 300 embedd"):
+            tokenizer.encode_with_special("a<pad>")
+    else:
+        assert tokenizer.encode_with_special("<pad>") == [300]
 
 
 CONFIG, MERGES = "tokenizer_config.json", "merges.txt"
