@@ -21,6 +21,7 @@ from models.likelihoods import log_likelihoods
 from train.evaluation.config import EvaluateConfig
 from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
+from train.run.export import adapter_of_run
 from train.run.loop import make_console, reporting_errors, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
@@ -110,6 +111,12 @@ def prepare(config: EvaluateConfig) -> Evaluation:
     if config.asked.out is not None:
         _check_out(config.asked.out)
     with naming_flag("--checkpoint"):
+        trained = adapter_of_run(config.checkpoint.expanduser())
+        if trained is not None and config.adapter is None:
+            base, adapter, four_bit = trained
+            four_bit = four_bit or config.four_bit
+            found = {"checkpoint": base, "adapter": adapter, "four_bit": four_bit}
+            config = dataclasses.replace(config, **found)
         checkpoint = find_checkpoint(config.checkpoint, config.download)
         config = dataclasses.replace(config, checkpoint=checkpoint)
         model_config, _ = read_dimensions(checkpoint)

@@ -18,12 +18,14 @@ from rich.console import Console
 
 from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, huggingface
 from models.folders import check_free
+from models.json_files import read_object
 from models.lora import LoRAConfig, merge
 from models.peft import save_adapters
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
 from train.settings.config import RunConfig
 from train.settings.messages import naming_flag
+from train.settings.methods import METHODS
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import load_tokenizer
 
@@ -168,6 +170,22 @@ def tokenizer_of_run(folder: pathlib.Path) -> Tokenizer:
             f"`--out` {folder} has no tokenizer: an earlier version wrote the run. Continue it with"
             " `--resume` for a step, which writes one."
         ) from error
+
+
+def adapter_of_run(folder: pathlib.Path) -> tuple[str, pathlib.Path, bool] | None:
+    """Returns the adapter of a run that trained one and no merged model; None for other folders.
+
+    Returns:
+      The checkpoint that the adapter belongs to, its folder, and whether the weights of the
+      checkpoint were in 4 bits.
+    """
+    adapter = folder / ADAPTER
+    if not (adapter / "adapter_config.json").is_file() or (folder / MODEL).is_dir():
+        return None
+    base = str(read_object(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
+    settings = folder / "settings.json"
+    method = read_object(settings).get("method") if settings.is_file() else None
+    return base, adapter, method in METHODS and METHODS[str(method)].four_bit
 
 
 def has_checkpoint(folder: pathlib.Path) -> bool:

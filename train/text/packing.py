@@ -87,7 +87,7 @@ def packed_batches(
     return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
-def pack_pairs(pairs: Sequence[Pair], seq_len: int) -> list[list[Pair]]:
+def pack_pairs(pairs: Sequence[Pair], seq_len: int) -> list[PackedRow]:
     """Returns pairs packed in order: the pairs of each row.
 
     Raises:
@@ -98,7 +98,7 @@ def pack_pairs(pairs: Sequence[Pair], seq_len: int) -> list[list[Pair]]:
 
 
 def pair_batches(
-    rows: Sequence[Sequence[Pair]], *, batch_size: int, seq_len: int, pad_id: int
+    rows: Sequence[PackedRow], *, batch_size: int, seq_len: int, pad_id: int
 ) -> list[Batch]:
     """Returns batches of packed pairs; the last is padded with empty rows.
 

@@ -19,7 +19,6 @@ from tests.train.example_files import (
     write,
     write_rows,
 )
-
 from train.settings.data import ExampleConfig
 from train.text.examples import open_examples
 
