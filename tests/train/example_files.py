@@ -49,7 +49,7 @@ def open_path(path, tokenizer=None, seq_len=1000, folder=None, **options) -> Exa
     return open_examples(config, tokenizer or Bytes(), seq_len, folder)
 
 
-def learnt(example: Example, tokenizer=None) -> list[tuple[str, bool]]:
+def learned(example: Example, tokenizer=None) -> list[tuple[str, bool]]:
     """Returns runs of uncounted and counted text, without special tokens."""
     tokenizer, runs, end = tokenizer or Bytes(), [], 0
     for counts, group in itertools.groupby(example.counted.tolist()):

@@ -99,7 +99,7 @@ def test_every_method_learns_and_writes_the_model(method, folder):
     config = make_config(folder, method, method=method, options=OPTIONS[method], save_every=100)
     console = quiet()
     assert run(config, console) == STEPS
-    assert_learnt(config)
+    assert_learned(config)
     text = console.file.getvalue()
     assert "step 0: held-out loss" in text  # Before the first step, too.
     assert "count in the loss" in text
@@ -110,7 +110,7 @@ def test_every_method_learns_and_writes_the_model(method, folder):
     assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= names
 
 
-def assert_learnt(config: FinetuneConfig) -> None:
+def assert_learned(config: FinetuneConfig) -> None:
     values = [loss for _, loss in losses(config.out)]
     assert np.mean(values[-2:]) < values[0]
 
@@ -197,7 +197,7 @@ ADAPTER = "adapter/adapter_model.safetensors"
 def test_a_killed_run_ends_with_equal_bits(folder):
     whole = make_config(folder, "whole", **RANDOM)
     finish(start("train.finetune", flags(whole)))
-    assert_learnt(whole)
+    assert_learned(whole)
     broken = dataclasses.replace(whole, out=folder / "killed")
     process = start("train.finetune", flags(broken))
     wait_for_step(process, broken.out, 5)

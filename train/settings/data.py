@@ -62,7 +62,7 @@ class ExampleConfig:
     drawn in these shares."""
     format: Literal["auto", "completion", "chat", "text", "alpaca"] = "auto"
     """completion (a prompt and its completion), chat (messages, for the chat template; ShareGPT's
-    form too), alpaca (instruction, input and output) or text (all of it is learnt). auto: that of
+    form too), alpaca (instruction, input and output) or text (all of it is learned). auto: that of
     the flags below that are given, else the first of chat, completion, alpaca and text whose fields
     the first record has."""
     prompt_field: str = "prompt"

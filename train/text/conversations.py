@@ -29,13 +29,13 @@ class Conversation(NamedTuple):
 
     Attributes:
       messages: each with a role, and the text of its content.
-      learnt: whether the answer in a message is learnt, for each message.
+      learned: whether the answer in a message is learned, for each message.
       tools: descriptions of functions for the template, or None.
       arguments: arguments for the template.
     """
 
     messages: list[dict[str, Any]]
-    learnt: list[bool]
+    learned: list[bool]
     tools: Any
     arguments: Mapping[str, Any]
 
@@ -57,14 +57,14 @@ def read_conversation(
     arguments = fields.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"'chat_template_kwargs' is {type(arguments).__name__}, not an object")
-    messages, learnt = read_messages(field_of(fields, field), f"field '{field}'", template)
-    return Conversation(messages, learnt, fields.get("tools"), arguments)
+    messages, learned = read_messages(field_of(fields, field), f"field '{field}'", template)
+    return Conversation(messages, learned, fields.get("tools"), arguments)
 
 
 def read_messages(
     messages: Any, name: str, template: ChatTemplate
 ) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Returns messages in one form, and whether each is learnt; see `read_conversation`.
+    """Returns messages in one form, and whether each is learned; see `read_conversation`.
 
     Args:
       messages: the list.
@@ -73,7 +73,7 @@ def read_messages(
     """
     if not isinstance(messages, list):
         raise ValueError(f"{name} is {type(messages).__name__}, not a list of messages")
-    read, learnt = [], []
+    read, learned = [], []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} is {type(message).__name__}, not an object")
@@ -88,8 +88,8 @@ def read_messages(
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         message["content"] = _text_of(message, number)
         read.append(message)
-        learnt.append(message["role"] == "assistant" and weight == 1)
-    return read, learnt
+        learned.append(message["role"] == "assistant" and weight == 1)
+    return read, learned
 
 
 def _of_share_gpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def _text_of(message: Mapping[str, Any], number: int) -> str:
 def write_conversation(
     talk: Conversation, template: ChatTemplate, special: Sequence[str]
 ) -> list[Written]:
-    """Returns a conversation as texts in which the answers of the assistant are learnt.
+    """Returns a conversation as texts in which the answers of the assistant are learned.
 
-    Where the template has `{% generation %}` blocks, they are learnt. Elsewhere an answer is the
+    Where the template has `{% generation %}` blocks, they are learned. Elsewhere an answer is the
     text that its message adds to the text that asks for it, up to the token that ends it: neither
     an empty thought that the template writes before the answer nor the line break after its end.
     Some templates change earlier turns when others follow: Qwen 3's drops their thoughts. Then each
@@ -160,13 +160,13 @@ def write_conversation(
         if message["role"] == "assistant":
             asked, said = _turn(talk, index, template)
             place = _answer_in(said, len(asked), message, names)
-            turns.append((asked, said, place, talk.learnt[index]))
-    if not any(learnt for *_, learnt in turns):
+            turns.append((asked, said, place, talk.learned[index]))
+    if not any(learned for *_, learned in turns):
         return []
     whole, ends = turns[-1][1], [len(text) for asked, said, *_ in turns for text in (asked, said)]
     if ends != sorted(ends) or not all(whole.startswith(said) for _, said, *_ in turns):
-        return [Written(said, [place], True) for _, said, place, learnt in turns if learnt]
-    return [Written(whole, [place for *_, place, learnt in turns if learnt], True)]
+        return [Written(said, [place], True) for _, said, place, learned in turns if learned]
+    return [Written(whole, [place for *_, place, learned in turns if learned], True)]
 
 
 def _write_marked(talk: Conversation, template: ChatTemplate) -> list[Written]:
@@ -174,8 +174,8 @@ def _write_marked(talk: Conversation, template: ChatTemplate) -> list[Written]:
         talk.messages, tools=talk.tools, arguments=talk.arguments
     )
     answers = [
-        learnt
-        for message, learnt in zip(talk.messages, talk.learnt, strict=True)
+        learned
+        for message, learned in zip(talk.messages, talk.learned, strict=True)
         if message["role"] == "assistant"
     ]
     if not all(answers):
@@ -184,7 +184,7 @@ def _write_marked(talk: Conversation, template: ChatTemplate) -> list[Written]:
                 f"the chat template marks {len(places)} answers of {len(answers)} messages, so the"
                 " one with 'weight' 0 is not known: remove the weight"
             )
-        places = [place for place, learnt in zip(places, answers, strict=True) if learnt]
+        places = [place for place, learned in zip(places, answers, strict=True) if learned]
     return [Written(text, places, True)] if places else []
 
 

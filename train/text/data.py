@@ -40,7 +40,7 @@ def row_order(tokenizer: Tokenizer) -> str:
 
     Earlier versions read `batch_size` streams of documents, and learned to begin documents.
     """
-    begins = "; beginnings of documents are not learnt" if tokenizer.dictated else ""
+    begins = "; beginnings of documents are not learned" if tokenizer.dictated else ""
     return f"shuffled in windows of {WINDOW_ROWS} rows{begins}"
 
 

@@ -20,12 +20,12 @@ class Written(NamedTuple):
 
     Attributes:
       text: the text, with marks in names of special tokens that are content.
-      learnt: places in it that are learnt, each from a letter up to another.
+      learned: places in it that are learned, each from a letter up to another.
       is_chat: whether a chat template wrote it, which writes special tokens at both ends too.
     """
 
     text: str
-    learnt: Sequence[tuple[int, int]]
+    learned: Sequence[tuple[int, int]]
     is_chat: bool = False
 
 
@@ -80,11 +80,11 @@ class Encoder:
         return tokens[:start], tokens[start:]
 
     def example(self, written: Written, *, learn_all: bool = False) -> Example:
-        """Returns a text as an example. Its end is learnt too, unless it is a chat.
+        """Returns a text as an example. Its end is learned too, unless it is a chat.
 
         Args:
           written: the text.
-          learn_all: whether the whole text is learnt.
+          learn_all: whether the whole text is learned.
         """
         tokens, counted = self._encode(written)
         if not written.is_chat:
@@ -107,6 +107,6 @@ class Encoder:
         for i in np.flatnonzero(ends[1:] == ends[:-1]) + 1:
             begins[i] = begins[i - 1]
         counted = np.zeros(len(ends), np.bool_)
-        for start, stop in written.learnt:
+        for start, stop in written.learned:
             counted |= (ends > start) & (begins < stop)
         return [*before, *encoded.ids], [False] * len(before) + counted.tolist()

@@ -172,7 +172,7 @@ class _Reader:
         check_fields(record.fields)
         texts = write(record.fields)
         for text in texts:
-            empty = not any(text.text[start:stop].strip() for start, stop in text.learnt)
+            empty = not any(text.text[start:stop].strip() for start, stop in text.learned)
             self._empty += empty and not text.is_chat
         learn_all = self._config.count_prompts
         examples = [self._encoder.example(text, learn_all=learn_all) for text in texts]
@@ -196,7 +196,7 @@ class _Reader:
             )
         if self._empty:
             lines.append(
-                f"{self._empty:,} of {self._read:,} completions are empty: only their end is learnt"
+                f"{self._empty:,} of {self._read:,} completions are empty: only their end is learned"
             )
         if found := self._encoder.marker.describe():
             lines.append(

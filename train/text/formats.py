@@ -1,4 +1,4 @@
-"""Formats of records: from the fields of one to the texts that are learnt."""
+"""Formats of records: from the fields of one to the texts that are learned."""
 
 import dataclasses
 import pathlib
@@ -26,7 +26,7 @@ _MEANT = ("weight", "weights", "sample_weight", "loss_weight", "functions", "fun
 
 
 class Write(Protocol):
-    """From the fields of a record to its texts: none if nothing in it is learnt."""
+    """From the fields of a record to its texts: none if nothing in it is learned."""
 
     def __call__(self, fields: Mapping[str, Any]) -> list[Written]:
         """Returns the texts."""

@@ -90,8 +90,8 @@ def write_pair(
         read, _ = read_messages(encoder.marker.mark(messages), f"field '{name}'", template)
         if not read or read[-1]["role"] != "assistant":
             raise ValueError(f"the last message of '{name}' is not the assistant's")
-        learnt = [False] * (len(read) - 1) + [True]
-        written += write_conversation(Conversation(read, learnt, None, {}), template, special)[-1:]
+        learned = [False] * (len(read) - 1) + [True]
+        written += write_conversation(Conversation(read, learned, None, {}), template, special)[-1:]
     return written
 
 

@@ -1,4 +1,4 @@
-"""Conversations: chat templates, and the turns that are learnt."""
+"""Conversations: chat templates, and the turns that are learned."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 from tests.train.example_files import (
     CHAT,
     CHATML,
-    learnt,
+    learned,
     texts_of,
     write,
 )
@@ -41,7 +41,7 @@ def open_chat(open_rows, tmp_path):
 
 def test_turns_of_the_assistant_count_and_special_tokens_are_those_of_the_template(bpe, open_chat):
     (example,) = open_chat(bpe, CHATML).train
-    assert learnt(example, bpe) == [
+    assert learned(example, bpe) == [
         ("system\nBe brief.\nuser\nWhy?\nassistant\n", False),
         ("Because.", True),
         ("\nuser\nReally?\nassistant\n", False),
@@ -103,10 +103,10 @@ def test_only_what_is_up_to_the_last_answer_is_used(bpe, open_chat):
 def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_chat):
     first, second = open_chat(bpe, THINKING).train
     before = "system\nBe brief.\nuser\nWhy?\nassistant\n"
-    empty, end = "<think></think>", ("\n", False)  # Words of the template are not learnt.
-    assert learnt(first, bpe) == [(before + empty, False), ("Because.", True), end]
+    empty, end = "<think></think>", ("\n", False)  # Words of the template are not learned.
+    assert learned(first, bpe) == [(before + empty, False), ("Because.", True), end]
     before += "Because.\nuser\nReally?\nassistant\n"
-    assert learnt(second, bpe) == [(before + empty, False), ("Yes.", True), end]
+    assert learned(second, bpe) == [(before + empty, False), ("Yes.", True), end]
 
 
 def each(change, messages=CHAT["messages"]) -> list[dict]:
@@ -141,16 +141,16 @@ MARKED = CHATML.replace("+ message.content + '<|im_end|>\\n' }}", """}}{% if mes
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
 @pytest.mark.parametrize("weights", [(1, 0), (0, 1), (0, 0)])
-def test_answers_without_weight_are_not_learnt(bpe, open_chat, template, weights):
+def test_answers_without_weight_are_not_learned(bpe, open_chat, template, weights):
     system, *turns = each(lambda m: {})
     turns[1]["weight"], turns[3]["weight"] = weights
     first = {"messages": [system, *turns]}
     examples = open_chat(bpe, template, [first, CHAT])
     *weighted, both = examples.train
     texts = [("Because.", True), ("Yes.", True)]
-    assert [run for run in learnt(both, bpe) if run[1]] == texts
+    assert [run for run in learned(both, bpe) if run[1]] == texts
     kept = [text for text, weight in zip(texts, weights, strict=True) if weight]
-    assert [run for x in weighted for run in learnt(x, bpe) if run[1]] == kept
+    assert [run for x in weighted for run in learned(x, bpe) if run[1]] == kept
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_answers_without_weight_are_not_learnt(bpe, open_chat, template, weights
 )
 def test_the_assistant_may_begin_and_call(bpe, open_chat, messages, template, text):
     (example,) = open_chat(bpe, template, [{"messages": messages}]).train
-    assert [run for run, counts in learnt(example, bpe) if counts][-1] == text
+    assert [run for run, counts in learned(example, bpe) if counts][-1] == text
 
 
 def test_arguments_of_a_template_come_from_the_flag_and_before_it_from_the_record(bpe, open_chat):

@@ -13,7 +13,7 @@ from tests.train.example_files import (
     CHAT,
     CHATML,
     PAIR,
-    learnt,
+    learned,
     numbered,
     texts_of,
     write,
@@ -43,7 +43,7 @@ def test_a_completion_and_its_end_count_and_a_token_over_the_seam_is_of_it(token
     (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
     seam = isinstance(tokenizer, HuggingFaceTokenizer)  # It has a token " why".
     runs = [("asks:", False), (" why", True)] if seam else [("asks: ", False), ("why", True)]
-    assert learnt(example, tokenizer) == runs
+    assert learned(example, tokenizer) == runs
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
     encoder = Encoder(tokenizer)
     for end, completion in itertools.product(PROMPTS, COMPLETIONS):
@@ -74,7 +74,7 @@ def test_all_of_a_text_counts_except_its_first_token_and_prompts_on_request(bpe,
     assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
     assert bpe.decode(example.tokens) == "fox number"
     (example,) = open_rows([PAIR], count_prompts=True).train
-    assert learnt(example) == [("", False), ("Why? Because.", True)]
+    assert learned(example) == [("", False), ("Why? Because.", True)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_all_of_a_text_counts_except_its_first_token_and_prompts_on_request(bpe,
 )
 def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, completion):
     (example,) = open_rows([row], **options).train
-    assert learnt(example) == [(prompt, False), (completion, True)]
+    assert learned(example) == [(prompt, False), (completion, True)]
 
 
 NAMED = "<|im_start|>user\nHi<|im_end|>\n"

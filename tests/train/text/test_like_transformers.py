@@ -325,7 +325,7 @@ TALKS = (
 
 @pytest.mark.parametrize("family", CHATS)
 def test_chats_have_the_ids_and_masks_of_transformers(tmp_path, family):
-    """Without `{% generation %}` the same is learnt, of what is up to the last answer."""
+    """Without `{% generation %}` the same is learned, of what is up to the last answer."""
     folder = write_folder(tmp_path, family)
     ours, theirs = load_tokenizer(folder), auto().from_pretrained(folder)
     first, ask, asks, end, rest = CHATS[family]
@@ -346,7 +346,7 @@ def test_chats_have_the_ids_and_masks_of_transformers(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    ("row", "learnt"),
+    ("row", "learned"),
     [
         ({"messages": talk("Why?", "Because.")}, ["Because."]),
         ({"messages": talk("Why?", "hi")}, ["hi"]),  # Letters of <think>.
@@ -362,13 +362,13 @@ def test_chats_have_the_ids_and_masks_of_transformers(tmp_path, family):
         ({"messages": talk("a", "b"), "chat_template_kwargs": {"enable_thinking": False}}, ["b"]),
     ],
 )
-def test_an_empty_thought_of_a_template_is_not_learnt(tmp_path, row, learnt):
+def test_an_empty_thought_of_a_template_is_not_learned(tmp_path, row, learned):
     folder = write_folder(tmp_path, "qwen_3")
     write(folder / "chat_template.jinja", QWEN_3)
     ours, theirs = load_tokenizer(folder), auto().from_pretrained(folder)
     examples = open_path(write_rows(folder / "rows.jsonl", [row]), ours, folder=folder).train
     texts = [theirs.decode(example.tokens[example.counted]) for example in examples]
-    assert texts == [f"{text}<|im_end|>" for text in learnt]
+    assert texts == [f"{text}<|im_end|>" for text in learned]
     whole = theirs.apply_chat_template(row["messages"], return_dict=False)
     if "thinking" not in row["messages"][-1] and row["messages"][-1].get("weight") != 0:
         assert examples[-1].tokens.tolist() == whole
