@@ -21,6 +21,7 @@ from train import finetune
 from train.finetune import export, prepare, run
 from train.planning import tables
 from train.run import begin
+from train.run import export as run_export
 from train.run.calibration import calibrate
 from train.run.loop import BadRunError
 from train.run.step import model_of
@@ -273,7 +274,7 @@ def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):
     assert recipe.config.folder == pathlib.Path("runs/Tiny-1.5B-lora")
     assert parts["checkpoint"] == finetune.fingerprint(snapshot)
     written = []
-    monkeypatch.setattr(finetune, "_replace", lambda path, write, _: written.append(write))
+    monkeypatch.setattr(run_export, "replace_folder", lambda path, write, _: written.append(write))
     state = SimpleNamespace(model=None)
     export(config, SimpleNamespace(recipe=recipe, state=state, config=recipe.config), quiet())
     # PEFT downloads the base by this name on other machines.

@@ -135,7 +135,9 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
     run(dataclasses.replace(again, eval_batches=3), console)
     assert (whole.out / "settings.json").read_bytes() == written  # No step had other settings.
     assert "with other settings than before: eval_batches: 2, now 3" in console.file.getvalue()
-    assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
+    assert (
+        f"everything is in {whole.out}\nwritten: {whole.out / 'model'}" in console.file.getvalue()
+    )
     for changes, message in (
         ({"steps": 11}, "`--steps` 11 is below the 12 steps that the run"),
         ({"model": "llama_20m"}, r"another run: .*model.hidden_size: 128 there, 256 now"),

@@ -412,8 +412,8 @@ class FinetuneConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "download", "data.data", "method", "steps", "batch_size", "seq_len"),
-            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
+            *("checkpoint", "download", "data.data", "method", "steps", "epochs", "batch_size"),
+            *("seq_len", "learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
         ),
         "Examples": ("loss", "preference", "tokenizer", "data"),
         "Adapters": ("adapter",),
