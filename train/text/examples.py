@@ -196,7 +196,7 @@ class _Reader:
             )
         if self._empty:
             lines.append(
-                f"{self._empty:,} of {self._read:,} completions are empty, and only their end counts"
+                f"{self._empty:,} of {self._read:,} completions are empty: their end alone counts"
             )
         if found := self._encoder.marker.describe():
             lines.append(
