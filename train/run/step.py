@@ -271,10 +271,16 @@ def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tupl
 def _split(batch: Batch, count: int) -> tuple[Batch, jax.Array]:
     """Splits arrays [B, ...] into [count, B / count, ...], with rows of every device's shard each.
 
-    Returns them with the share of the unmasked tokens, or of the pairs, that each micro-batch has,
-    [count].
+    The two rows of a pair stay together. Returns the micro-batches with the share of the unmasked
+    tokens, or of the pairs, that each has, [count].
     """
-    micro = {k: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1) for k, x in batch.items()}
+    together = 2 if "reference" in batch else 1
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = jnp.swapaxes(x.reshape(-1, count, together, *x.shape[1:]), 0, 1)
+        return parts.reshape(count, -1, *x.shape[1:])
+
+    micro = {name: split(x) for name, x in batch.items()}
     weights = weight_of(micro)
     return micro, weights / jnp.maximum(weights.sum(), 1)
 
