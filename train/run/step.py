@@ -289,13 +289,13 @@ def make_eval_step(recipe: Recipe) -> Callable[..., dict[str, jax.Array]]:
     """Returns a function from what is trained, a batch and a `Context` to sums over the batch.
 
     They are those of `train.run.loss.preferences`, or `nats`: the loss over the unmasked tokens.
-    The loss is exact, without dropout.
+    The loss is exact, without dropout. Micro-batches run one after the other.
     """
     config = dataclasses.replace(recipe.config, z_loss=0.0)
     lora = config.lora
     loss = loss_function(config, Storage(), lora, dropout=False)
 
-    def eval_step(trained: Any, batch: Batch, context: Context = Context()) -> dict[str, jax.Array]:
+    def sums_of(trained: Any, batch: Batch, context: Context) -> dict[str, jax.Array]:
         if config.preference is None:
             exact = dataclasses.replace(context, calibration=None, loss_scale=None)
             mean = loss(trained, batch, jax.random.key(0), exact)
@@ -305,5 +305,13 @@ def make_eval_step(recipe: Recipe) -> Callable[..., dict[str, jax.Array]]:
             model = attach(context.frozen, trained, lora, None)
             reference = response_log_probs(config, context.frozen, batch)
         return preferences(config, model, run_layers(config, model, batch), batch, reference)
+
+    def eval_step(trained: Any, batch: Batch, context: Context = Context()) -> dict[str, jax.Array]:
+        if config.accumulate == 1:
+            return sums_of(trained, batch, context)
+        # The whole batch might not fit beside the state.
+        micro, _ = _split(batch, config.accumulate)
+        sums = jax.lax.map(lambda part: sums_of(trained, part, context), micro)
+        return jax.tree.map(lambda x: x.sum(), sums)
 
     return eval_step

@@ -156,7 +156,13 @@ def test_refreshes_are_due_at_the_gap():
 
 def test_evaluation_sums_over_the_tokens_that_count():
     model = programs(WHOLE).state.model
-    whole = jax.jit(make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0))))
+    run = with_method("exact", z_loss=1.0)
+    whole, parts = (
+        jax.jit(make_eval_step(recipe(dataclasses.replace(run, accumulate=count))))
+        for count in (1, 2)
+    )
     alone = jax.jit(jax.vmap(make_eval_step(recipe()), (None, 0)))
     rows = {name: x[:, None] for name, x in batch().items()}
-    np.testing.assert_allclose(whole(model, batch()), np.sum(alone(model, rows)), rtol=1e-5)
+    want = alone(model, rows)["nats"].sum()
+    for evaluate in (whole, parts):
+        np.testing.assert_allclose(evaluate(model, batch())["nats"], want, rtol=1e-5)
