@@ -11,7 +11,7 @@ from tiny import batch as tokens_and_targets
 
 from train.run.recipe import Recipe, make_recipe
 from train.run.step import init_state, make_refresh_step, make_train_step
-from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import MethodOptions, used_options
 
 CONFIG = PretrainConfig(
@@ -39,7 +39,7 @@ def with_method(method: str, **changes) -> PretrainConfig:
     return dataclasses.replace(CONFIG, method=method, options=options, **changes)
 
 
-def recipe(config: PretrainConfig = CONFIG) -> Recipe:
+def recipe(config: PretrainConfig | FinetuneConfig = CONFIG) -> Recipe:
     return make_recipe(config, MODEL)
 
 

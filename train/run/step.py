@@ -271,10 +271,16 @@ def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tupl
 def _split(batch: Batch, count: int) -> tuple[Batch, jax.Array]:
     """Splits arrays [B, ...] into [count, B / count, ...], with rows of every device's shard each.
 
-    Returns them with the share of the unmasked tokens, or of the pairs, that each micro-batch has,
-    [count].
+    The two rows of a pair stay together. Returns the micro-batches with the share of the unmasked
+    tokens, or of the pairs, that each has, [count].
     """
-    micro = {k: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1) for k, x in batch.items()}
+    together = 2 if "reference" in batch else 1
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = jnp.swapaxes(x.reshape(-1, count, together, *x.shape[1:]), 0, 1)
+        return parts.reshape(count, -1, *x.shape[1:])
+
+    micro = {name: split(x) for name, x in batch.items()}
     weights = weight_of(micro)
     return micro, weights / jnp.maximum(weights.sum(), 1)
 
@@ -283,13 +289,13 @@ def make_eval_step(recipe: Recipe) -> Callable[..., dict[str, jax.Array]]:
     """Returns a function from what is trained, a batch and a `Context` to sums over the batch.
 
     They are those of `train.run.loss.preferences`, or `nats`: the loss over the unmasked tokens.
-    The loss is exact, without dropout.
+    The loss is exact, without dropout. Micro-batches run one after the other.
     """
     config = dataclasses.replace(recipe.config, z_loss=0.0)
     lora = config.lora
     loss = loss_function(config, Storage(), lora, dropout=False)
 
-    def eval_step(trained: Any, batch: Batch, context: Context = Context()) -> dict[str, jax.Array]:
+    def sums_of(trained: Any, batch: Batch, context: Context) -> dict[str, jax.Array]:
         if config.preference is None:
             exact = dataclasses.replace(context, calibration=None, loss_scale=None)
             mean = loss(trained, batch, jax.random.key(0), exact)
@@ -299,5 +305,13 @@ def make_eval_step(recipe: Recipe) -> Callable[..., dict[str, jax.Array]]:
             model = attach(context.frozen, trained, lora, None)
             reference = response_log_probs(config, context.frozen, batch)
         return preferences(config, model, run_layers(config, model, batch), batch, reference)
+
+    def eval_step(trained: Any, batch: Batch, context: Context = Context()) -> dict[str, jax.Array]:
+        if config.accumulate == 1:
+            return sums_of(trained, batch, context)
+        # The whole batch might not fit beside the state.
+        micro, _ = _split(batch, config.accumulate)
+        sums = jax.lax.map(lambda part: sums_of(trained, part, context), micro)
+        return jax.tree.map(lambda x: x.sum(), sums)
 
     return eval_step

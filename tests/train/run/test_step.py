@@ -11,8 +11,8 @@ import pytest
 from tests.train.steps import CONFIG, batch, programs, recipe, with_method
 from train.run.loss import loss_function
 from train.run.optimizer import learning_rate_schedule
-from train.run.step import make_eval_step, step_key
-from train.settings.config import OptimizerConfig
+from train.run.step import make_eval_step, make_train_step, step_key
+from train.settings.config import FinetuneConfig, OptimizerConfig
 
 EIGHT_BIT = dataclasses.replace(CONFIG.optimizer, moment_dtype="8bit")
 FREE = dataclasses.replace(CONFIG.optimizer, clip=float("inf"))
@@ -128,6 +128,24 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(config, count):
     assert_equal_weights(part_state.model, whole_state.model, CONFIG.optimizer.learning_rate)
 
 
+def test_the_two_rows_of_a_pair_are_in_one_micro_batch():
+    # Log-probabilities before training that differ from pair to pair: so do the losses.
+    reference = np.zeros((4, 16), np.float32)
+    reference[:, 0] = [-80, -20, -10, -60]
+    rows = batch() | {"reference": reference, "segments": np.ones((4, 16), np.int32)}
+    pairs = FinetuneConfig(
+        checkpoint="none",
+        loss="dpo",
+        **{name: getattr(CONFIG, name) for name in ("method", "batch_size", "seq_len")},
+    )
+    losses = []
+    for count in (1, 2):
+        one = recipe(dataclasses.replace(pairs, accumulate=count))
+        _, metrics = jax.jit(make_train_step(one))(programs().state, rows)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_refreshes_are_due_at_the_gap():
     subspace = with_method("subspace")
     options = dataclasses.replace(subspace.options, gap=6)
@@ -138,8 +156,13 @@ def test_refreshes_are_due_at_the_gap():
 
 def test_evaluation_sums_over_the_tokens_that_count():
     model = programs(WHOLE).state.model
-    whole = jax.jit(make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0))))
+    run = with_method("exact", z_loss=1.0)
+    whole, parts = (
+        jax.jit(make_eval_step(recipe(dataclasses.replace(run, accumulate=count))))
+        for count in (1, 2)
+    )
     alone = jax.jit(jax.vmap(make_eval_step(recipe()), (None, 0)))
     rows = {name: x[:, None] for name, x in batch().items()}
-    want = np.sum(alone(model, rows)["nats"])
-    np.testing.assert_allclose(whole(model, batch())["nats"], want, rtol=1e-5)
+    want = alone(model, rows)["nats"].sum()
+    for evaluate in (whole, parts):
+        np.testing.assert_allclose(evaluate(model, batch())["nats"], want, rtol=1e-5)
