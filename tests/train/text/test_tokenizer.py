@@ -183,7 +183,7 @@ def test_special_tokens_are_the_usual_ones_unless_a_configuration_names_them(bpe
     ("roles", "limit", "message"),
     [
         ({}, 301, ""),
-        ({}, 300, "1 added token(s) of the tokenizer, such as '<pad>', have no embedding in M"),
+        ({}, 300, "1 added token(s) of the tokenizer, such as <pad> [300], have no embedding in M"),
         ({}, 299, "the tokenizer has 301 tokens, but M has 299: the one of `--t` belongs to anoth"),
         ({"eos": "<pad>"}, 300, "the tokenizer has 301 tokens, but M has 300"),
         ({"prefix": ["<pad>"]}, 300, "the tokenizer has 301 tokens, but M has 300"),
