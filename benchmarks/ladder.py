@@ -138,7 +138,7 @@ def _trained(config: Config) -> dict[str, dict[str, Any]]:
     data_dir = train.data.data_dir.expanduser()
     corpus = open_corpus("stdlib", data_dir)
     tokenizer = default_tokenizer(corpus, train.data.vocab_size, data_dir)
-    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len}
+    sizes: dict[str, Any] = {"batch_size": train.batch_size, "seq_len": train.seq_len}
     held_out = validation_batches(corpus, tokenizer, eval_batches=config.eval_batches, **sizes)
     batches = train_batches(corpus, tokenizer, seed=train.seed, part=(0, 1), **sizes)
     batches_of_run = [next(batches) for _ in range(train.steps)]

@@ -265,8 +265,9 @@ def _command(train: PretrainConfig, config: PlanConfig) -> str:
         return f"python -m train.pretrain {flags(train)}"
     # Without the settings that only pretraining has.
     text = {name: getattr(train.data, name) for name in ("data", "tokenizer", "text_field")}
-    shared = dataclasses.replace(train, model_vocab_size=0, data=DataConfig(**text))
-    command = f"python -m train.finetune {flags(shared)}"
+    shared = dataclasses.replace(train, checkpoint="", model_vocab_size=0, data=DataConfig(**text))
+    checkpoint = shlex.quote(train.checkpoint)
+    command = f"python -m train.finetune --checkpoint {checkpoint} {flags(shared)}"
     if template := config.measuring.template:
         # The errors are of gradients in which all tokens count, as those of a completion do.
         command += f" --prompt-template '' --completion-template {shlex.quote(template)}"

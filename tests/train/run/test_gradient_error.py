@@ -220,14 +220,15 @@ def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
         planned(checkpoint, data="short.txt", template="", measure=True)
     with pytest.raises(ValueError, match=r"there is no field 'x'"):
         planned(checkpoint, template="{x}", measure=True)
+    with pytest.raises(ValueError, match="`--model` has no effect with `--checkpoint`"):
+        dataclasses.replace(TRAIN, model="llama_60m", checkpoint="x")
+    trained = dataclasses.replace(TRAIN, model=PretrainConfig.model, checkpoint="x")
     for changes, message in (
         ({"measuring": MeasureConfig(measure=True)}, "`--measure` needs trained weights"),
-        ({"checkpoint": "x", "measuring": MeasureConfig(error=0.1)},
+        ({"train": trained, "measuring": MeasureConfig(error=0.1)},
          "`--error 0.1` is for the search of `--budget`"),
-        ({"checkpoint": "x", "measuring": MeasureConfig(keys=2)},
+        ({"train": trained, "measuring": MeasureConfig(keys=2)},
          "`--keys` has no effect without `--measure`"),
-        ({"checkpoint": "x", "train": dataclasses.replace(TRAIN, model="llama_60m")},
-         "`--model llama_60m` and `--checkpoint x` exclude each other"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             PlanConfig(**{"train": TRAIN, **changes})
