@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from train.planning.tables import flags
+from train.planning.tables import flags, rare_settings
 from train.run import begin, loop
 from train.run.checkpoint import Checkpoints
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, make_recipe
 from train.run.step import init_state
-from train.settings.config import DataConfig, PretrainConfig
+from train.settings.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.settings.options import MethodOptions
 from train.settings.resolve import dimensions
 
@@ -106,7 +106,17 @@ def start(module: str, arguments: list[str], **environment: str) -> subprocess.P
 
 def start_pretraining(config: PretrainConfig, **environment: str) -> subprocess.Popen:
     """Starts a pretraining run in a separate process."""
-    return start("train.pretrain", shlex.split(flags(config)), **environment)
+    return start("train.pretrain", command_line(config), **environment)
+
+
+def command_line(config: PretrainConfig | FinetuneConfig) -> list[str]:
+    """Returns the arguments that give settings; those that are no flags are in a file."""
+    assert config.out is not None
+    file = config.out.with_name(f"{config.out.name}.yaml")
+    text = "\n".join(rare_settings(config)) or "{}"
+    if not file.exists() or file.read_text() != text:  # Another process may read it now.
+        file.write_text(text)
+    return [*shlex.split(flags(config)), "--config", str(file)]
 
 
 def finish(*processes: subprocess.Popen, code: int = 0) -> list[str]:
