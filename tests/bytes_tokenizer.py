@@ -1,6 +1,6 @@
 """A tokenizer for tests: one token a byte."""
 
-from train.text.special_tokens import unmarked
+from train.text.special_tokens import letters_of
 from train.text.tokenizer import Encoded, Tokenizer
 
 
@@ -13,8 +13,8 @@ class Bytes(Tokenizer):
         return list(text.encode())
 
     def encode_marked(self, text):
-        text = unmarked(text)
-        ends = [i + 1 for i, letter in enumerate(text) for _ in letter.encode()]
+        text, places = letters_of(text)
+        ends = [end for letter, end in zip(text, places, strict=True) for _ in letter.encode()]
         return Encoded(self.encode(text), ends)
 
     def decode(self, ids):

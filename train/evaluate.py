@@ -250,8 +250,7 @@ class _Asker:
 
     def remark(self) -> str:
         """Returns a line about names of special tokens in what was asked."""
-        found = self._encoder.marker.describe()
-        return found and f"{found}. If they are tokens, pass `--special-tokens parse`."
+        return self._encoder.marker.describe("prompts")
 
 
 def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:

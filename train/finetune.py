@@ -16,7 +16,7 @@ from models.lora import quantize
 from train.run import hosts
 from train.run.begin import begin, in_epochs
 from train.run.calibration import calibrate
-from train.run.export import Target, Trained, exports_only, read_trained
+from train.run.export import Target, Trained, exports_only, method_of_run, read_trained
 from train.run.loop import (
     Run,
     make_console,
@@ -202,9 +202,20 @@ def export_last(user_config: FinetuneConfig, console: Console) -> int:
     with naming_flag("--checkpoint"):
         checkpoint = find_checkpoint(user_config.checkpoint)
         config = resolve(user_config, *read_dimensions(checkpoint))
+    if (method := method_of_run(config.folder)) not in (None, config.method):
+        raise ValueError(
+            f"the run in `--out` {config.folder} has `--method {method}`: pass the settings of the"
+            " run to export it."
+        )
     convert = quantize if config.info.four_bit else None
-    frozen = functools.partial(load_checkpoint, checkpoint, convert=convert)
+    options = {"dtype": config.weight_dtype, "convert": convert}
+    frozen = functools.partial(load_checkpoint, checkpoint, **options)
     step, trained = read_trained(config.folder, frozen)
+    if trained.identity.get("checkpoint") != fingerprint(checkpoint):
+        raise ValueError(
+            f"the run in `--out` {config.folder} began with other weights than those of"
+            f" `--checkpoint` {checkpoint}: pass the checkpoint of the run."
+        )
     trained.write(_target(user_config, None), console)
     console.print(f"this is step {step} of the run in {config.folder}")
     return step

@@ -23,9 +23,13 @@ from train.settings.messages import naming_flag
 from train.settings.resolve import dimensions, resolve
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import count_rows, row_order, train_batches, validation_batches
+from train.text.special_tokens import Marker
 from train.text.tokenizer import Tokenizer
 from train.text.tokenizer_files import fit_vocabulary, load_tokenizer, tokenizer_of
 from train.text.trained_tokenizer import default_tokenizer
+
+_SEARCHED = 1000
+"""Held-out documents that are searched for names of special tokens."""
 
 
 def main() -> None:
@@ -97,13 +101,23 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         validation=validation,
         summary=f"text: {corpus.name}, {len(corpus.train):,} documents and"
         f" {len(corpus.validation):,} held out",
-        remarks=[tokenizer.describe(), *filter(None, [remark])],
+        remarks=[tokenizer.describe(), *filter(None, [remark, _names(user_config.data, opened)])],
         first_state=functools.partial(_first_state, recipe, checkpoint),
         tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
         row_order=row_order(tokenizer),
         **parts,
     )
+
+
+def _names(user_config: DataConfig, opened: tuple[Corpus, Tokenizer]) -> str:
+    """Returns a line about names of special tokens in some documents; "" without any."""
+    corpus, tokenizer = opened
+    if user_config.special_tokens == "parse":
+        return ""
+    marker, documents = Marker(tokenizer.special.values()), min(_SEARCHED, len(corpus.validation))
+    naming = sum(marker.count(corpus.validation[i]) > 0 for i in range(documents))
+    return marker.describe(f"{naming:,} of {documents:,} held-out documents")
 
 
 def _first_state(

@@ -162,6 +162,22 @@ def test_the_exports_of_adapters_are_the_trained_model(folder, merged):
     assert copied.read_bytes() == given.read_bytes()
 
 
+def test_a_run_is_exported_with_its_own_base_and_method(folder, merged):
+    out = folder / "shared"
+    run(dataclasses.replace(merged, export=out), quiet())
+    want = (merged.out / "model" / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == want
+    huggingface.save(_model(1), folder / "foreign")
+    train_bpe(["some text"], 300).save(folder / "foreign")
+    for changes, message in (
+        ({"method": "qlora"}, "has `--method lora`: pass the settings of the run"),
+        ({"checkpoint": str(folder / "foreign")}, "began with other weights than those of"),
+    ):
+        with pytest.raises(BadRunError, match=message):
+            run(dataclasses.replace(merged, export=folder / "no", **changes), quiet())
+        assert not (folder / "no").exists()
+
+
 def test_another_checkpoint_or_other_adapters_are_refused(folder, merged):
     other = folder / "other"
     huggingface.save(_model(1), other, like=folder / "checkpoint")

@@ -58,17 +58,19 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run trained.
+    """The trained arrays of a run.
 
     Attributes:
       arrays: a `Decoder`, or adapters as `models.lora.init_adapters` returns them.
       lora: settings of the adapters; None for a decoder.
       frozen: returns the decoder that adapters belong to.
+      identity: identity of the run, where its checkpoint was read.
     """
 
     arrays: Any
     lora: LoRAConfig | None = None
     frozen: Callable[[], Decoder] | None = None
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, target: Target, console: Console) -> None:
         """Writes folders that `transformers` and `peft` read: a model, or an adapter.
@@ -183,9 +185,15 @@ def adapter_of_run(folder: pathlib.Path) -> tuple[str, pathlib.Path, bool] | Non
     if not (adapter / "adapter_config.json").is_file() or (folder / MODEL).is_dir():
         return None
     base = str(read_object(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
+    method = method_of_run(folder)
+    return base, adapter, method is not None and METHODS[method].four_bit
+
+
+def method_of_run(folder: pathlib.Path) -> str | None:
+    """Returns the method of a run; None if its settings do not tell it."""
     settings = folder / "settings.json"
     method = read_object(settings).get("method") if settings.is_file() else None
-    return base, adapter, method in METHODS and METHODS[str(method)].four_bit
+    return method if method in METHODS else None
 
 
 def has_checkpoint(folder: pathlib.Path) -> bool:
@@ -216,12 +224,12 @@ def read_trained(
     adapters = identity["optimizer"].get("adapters")
     if adapters is not None:
         lora = LoRAConfig(**{**adapters, "targets": tuple(adapters["targets"])})
-        return step, Trained(_nested(arrays), lora, frozen)
+        return step, Trained(_nested(arrays), lora, frozen, identity)
     config = _dimensions(identity["model"])
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     for name, array in arrays.items():
         huggingface.parameter_of(model, name.removesuffix(".value")).set_value(array)
-    return step, Trained(model)
+    return step, Trained(model, identity=identity)
 
 
 def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:

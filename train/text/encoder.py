@@ -106,7 +106,9 @@ class Encoder:
         """
         end = self.tokenizer.between[1][0]
         last = len(tokens) - 1 - tokens[::-1].index(end) if end in tokens else len(tokens)
-        is_end = last > 0 and not self.tokenizer.decode(tokens[last + 1 :]).strip()
+        after = tokens[last + 1 :]
+        is_space = not self.tokenizer.decode(after).strip()
+        is_end = last > 0 and is_space and self.tokenizer.special.keys().isdisjoint(after)
         return tokens[:last] if is_end else tokens
 
     def _encode(self, written: Written) -> tuple[list[int], list[bool]]:

@@ -143,7 +143,7 @@ class _Reader:
         self._config, self._encoder = config, encoder
         self._longest, self._folder = seq_len + 1, folder
         self._skipped: list[str] = []
-        self._empty = self._read = 0
+        self._empty = self._read = self._naming = 0
         self.cut = self.dropped = 0
 
     def writer(self, records: Sequence[Record]) -> Writer:
@@ -190,7 +190,9 @@ class _Reader:
 
     def _write(self, record: Record, write: Callable[..., list[Written]]) -> list[Any]:
         check_fields(record.fields)
+        names = self._encoder.marker.found.total()
         texts = write(record.fields)
+        self._naming += self._encoder.marker.found.total() > names
         for text in texts:
             empty = not any(text.text[start:stop].strip() for start, stop in text.learned)
             self._empty += empty and not text.is_chat
@@ -218,11 +220,8 @@ class _Reader:
             lines.append(
                 f"{self._empty:,} of {self._read:,} completions are empty: their end alone counts"
             )
-        if found := self._encoder.marker.describe():
-            lines.append(
-                f"{found}. If a program wrote them to be tokens, pass `--special-tokens parse`."
-            )
-        return lines
+        where = f"{self._naming:,} of {self._read:,} records"
+        return [*lines, *filter(None, [self._encoder.marker.describe(where)])]
 
 
 def parts_of(item: Example | Pair) -> tuple[Example, ...]:
@@ -278,7 +277,7 @@ def _hold_out(
     values = sorted(set(hashes))
     bound = min(max(config.held_out, values[0]), values[-2]) if len(values) > 1 else 1.0
     held_out = [value <= bound for value in hashes]
-    wanted = max(1, round(config.held_out * len(records)))
+    wanted = min(max(1, round(config.held_out * len(records))), len(records) - 1)
     if len(records) < 2:
         raise ValueError(
             f"`--data` is '{source.path}': it has {len(records)} record(s), and one must be held"

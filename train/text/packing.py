@@ -78,6 +78,11 @@ def packed_batches(
         return _rows_of_epoch(examples, epoch, seq_len, seed, shares)
 
     rows_each = len(parts_of(examples[0]))
+    if (mine.stop - mine.start) % rows_each:
+        raise ValueError(
+            f"`--batch-size` {batch_size} gives a process {mine.stop - mine.start} rows, and a pair"
+            " takes two: make it a multiple of twice the number of processes."
+        )
     taken = slice(mine.start // rows_each, mine.stop // rows_each)
 
     def batch_of(rows: Sequence[PackedRow]) -> Batch:

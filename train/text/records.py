@@ -41,8 +41,9 @@ def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
             f" {', '.join(f'{path}/{part}' for part in parts)}."
         )
     if path.is_dir():
-        found = files_under(path, _SUFFIXES)
-        files = [file for file in found if file.is_file() and file.name not in _INFORMATION]
+        files = [file for file in files_under(path, _SUFFIXES) if file.is_file()]
+        if any(suffix_of(file) == ".arrow" for file in files):
+            files = [file for file in files if file.name not in _INFORMATION]
     elif suffix_of(path) not in _SUFFIXES:
         raise ValueError(f"`{flag}` is '{data}', which is not a file of records. Give {ACCEPTED}.")
     records = [record for file in files for record in records_in(file, flag)]

@@ -21,12 +21,13 @@ import sentencepiece
 import tokenizers
 from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
-from train.text.special_tokens import MARK, pattern_of, split_marked, unmarked
+from train.text.special_tokens import is_marked, letters_of, pattern_of, split_marked
 
 # `tokenizers` warns at each fork after its threads ran, unless this is set.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-_ALIAS = "\ufdd1"
+CONFIG = "tokenizer_config.json"
+_ALIAS = "\ufde0"
 """Encloses the number that stands for a special token while its name is letters elsewhere."""
 
 
@@ -81,7 +82,7 @@ class Tokenizer(abc.ABC):
     def encode_marked(self, text: str) -> Encoded:
         """Returns the ids of `text`, in which names of special tokens stand for these tokens.
 
-        Names with a `MARK` after their first letter are letters, and are encoded without the mark.
+        Names with a mark after each letter are letters, and are encoded without the marks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no names for special tokens.")
 
@@ -156,6 +157,7 @@ class HuggingFaceTokenizer(Tokenizer):
         prefix: Sequence[str] = (),
         suffix: Sequence[str] = (),
         source: str = "",
+        files: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
         """Takes a tokenizer and the roles of its special tokens.
 
@@ -166,7 +168,9 @@ class HuggingFaceTokenizer(Tokenizer):
           prefix: names of the tokens before each text.
           suffix: names of the tokens after each text.
           source: as for `Tokenizer`.
+          files: texts of the files beside it that `save` keeps: its settings and chat template.
         """
+        self._files = files
         inner.encode_special_tokens = True  # As text, despite the name.
         inner.no_truncation()
         inner.no_padding()
@@ -205,7 +209,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [one.ids for one in encoded]
 
     def encode_marked(self, text: str) -> Encoded:
-        if MARK not in text:
+        if not is_marked(text):
             encoding = self._with_special.encode(text, add_special_tokens=False)
             self.check(encoding.ids)
             return Encoded(encoding.ids, [end for _, end in encoding.offsets])
@@ -217,8 +221,11 @@ class HuggingFaceTokenizer(Tokenizer):
                 letters.append(aliases[part])
                 places += [stop] * len(letters[-1])
             else:
-                letters.append(unmarked(part))
-                places += [start + i + 1 for i, letter in enumerate(part) if letter != MARK]
+                plain, ends = letters_of(part)
+                if _ALIAS in plain:
+                    raise ValueError("it holds the noncharacter U+FDE0 beside a mark: remove it")
+                letters.append(plain)
+                places += [start + end for end in ends]
             start = stop
         encoding = inner.encode("".join(letters), add_special_tokens=False)
         ids = [ids_of.get(index, index) for index in encoding.ids]
@@ -262,17 +269,19 @@ class HuggingFaceTokenizer(Tokenizer):
     def save(self, directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         inner = tokenizers.Tokenizer.from_str(self._saved)
-        names = [[self.special[index] for index in ids] for ids in (self.prefix, self.suffix)]
-        if any(names):
-            inner.post_processor = _template(inner, *names)
+        around = [[self.special[index] for index in ids] for ids in (self.prefix, self.suffix)]
+        if any(around):
+            inner.post_processor = _template(inner, *around)
         inner.save(str(directory / "tokenizer.json"))
-        config = {
+        usual = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
             "clean_up_tokenization_spaces": False,
         }
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        names = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        config = {**usual, **json.loads(self._files.get(CONFIG, "{}")), **names}
+        files = {**self._files, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
 
 
 def _template(
@@ -358,8 +367,7 @@ class SentencePieceTokenizer(Tokenizer):
         return Encoded(ids, ends)
 
     def _encode_part(self, part: str, *, begins: bool) -> Encoded:
-        letters, ahead = unmarked(part), "" if begins else "\n"
-        places = [i + 1 for i, letter in enumerate(part) if letter != MARK]
+        (letters, places), ahead = letters_of(part), "" if begins else "\n"
         data = self._inner.encode(ahead + letters, out_type="serialized_proto")
         pieces = SentencePieceText.FromString(data).pieces
         # The places of pieces are bytes.

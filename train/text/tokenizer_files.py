@@ -15,7 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.json_files import read_object
-from train.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from train.text.tokenizer import (
+    CONFIG,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from train.text.trained_tokenizer import END_OF_TEXT, byte_level
 
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -133,6 +138,7 @@ def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int)
 def _read(path: pathlib.Path) -> Tokenizer:
     folder = path.parent
     settings = _Settings(folder)
+    settings.check_known(path)
     if path.suffix == ".model":
         return settings.checked(
             SentencePieceTokenizer(
@@ -160,8 +166,15 @@ def _read(path: pathlib.Path) -> Tokenizer:
         before, after = _added_around(inner)
         bos, eos = settings.names(inner)
     _make_special(inner, [bos, eos, *settings.other_special()])
-    source = settings.source(path)
-    return HuggingFaceTokenizer(inner, eos=eos, bos=bos, prefix=before, suffix=after, source=source)
+    return HuggingFaceTokenizer(
+        inner,
+        eos=eos,
+        bos=bos,
+        prefix=before,
+        suffix=after,
+        source=settings.source(path),
+        files=settings.files(),
+    )
 
 
 _OF_THE_MODEL = ("config.json", "generation_config.json")
@@ -176,7 +189,7 @@ class _Settings:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder, self._read = folder, list[str]()
-        self.config = self._object("tokenizer_config.json")
+        self.config = self._object(CONFIG)
         if "added_tokens_decoder" not in self.config:
             self.config |= self._object("special_tokens_map.json")
 
@@ -186,6 +199,12 @@ class _Settings:
         if name not in _OF_THE_MODEL:
             self._read.append(name)
         return read_object(self._folder / name)
+
+    def files(self) -> dict[str, str]:
+        """Returns the texts of the files that belong to a tokenizer wherever it is saved."""
+        files = {CONFIG: json.dumps(self.config)} if self.config else {}
+        template = self._folder / "chat_template.jinja"
+        return files | ({template.name: template.read_text("utf-8")} if template.is_file() else {})
 
     def source(self, path: pathlib.Path) -> str:
         """Returns the names of the files that were read."""
@@ -244,6 +263,20 @@ class _Settings:
         kinds = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
         named = [self.config.get(kind) for kind in kinds]
         return [name for token in (*named, *extra) if (name := _content(token)) is not None]
+
+    def check_known(self, path: pathlib.Path) -> None:
+        """Raises a `ValueError` for a setting that changes ids and is not followed here."""
+        fixed: dict[str, bool] = {"split_special_tokens": False}
+        if path.suffix == ".model":
+            fixed["add_prefix_space"] = True
+        elif self.class_name in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+            fixed["add_prefix_space"] = False
+        for name, value in fixed.items():
+            if self.config.get(name) not in (None, value):
+                raise ValueError(
+                    f"`{name}` in its tokenizer_config.json is {self.config[name]!r}: only"
+                    f" {str(value).lower()} is supported."
+                )
 
     def checked(self, tokenizer: SentencePieceTokenizer) -> SentencePieceTokenizer:
         """Returns a tokenizer, after a check that the files list no token that it lacks.

@@ -60,6 +60,7 @@ def test_a_completion_and_its_end_count_and_a_token_over_the_seam_is_of_it(token
 
 
 @hypothesis.example(prompt="quick", completion="fox")  # No space between them.
+@hypothesis.example(prompt="\ufdd0\ufdd1<|im_end|>", completion="<\ufdd0|im_end|>\ufddf")
 @hypothesis.given(prompt=st.text(), completion=st.text(min_size=1))
 @hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
@@ -142,7 +143,7 @@ def test_names_of_special_tokens_are_tokens_in_templates_and_letters_in_content(
     # Special tokens decode to nothing.
     assert any(name in bpe.decode(example.tokens) for name in bpe.special.values()) == remark
     # Both files, which are the same here.
-    says = "names of special tokens in 2 of them are read as letters: <|"
+    says = "names of special tokens in 2 of 2 records are read as letters: <|"
     assert [line.startswith(says) for line in examples.remarks] == [True] * remark
 
 
@@ -226,6 +227,15 @@ def test_held_out_records_do_not_move_and_copies_stay_together(open_rows):
     for share in (1e-9, 1 - 1e-9):  # Both sides get a record.
         examples = open_rows(numbered(5), held_out=share)
         assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
+
+
+def test_a_text_that_has_its_end_gets_no_second_one(bpe, open_rows):
+    end = bpe.eos_token
+    for text, ends in ((f"fox{end}", 1), (f"fox{end} \n", 1), (f"fox{end}dog", 2),
+                       (f"fox{end}<|im_end|>", 2)):  # fmt: skip
+        (example,) = open_rows([{"text": text}], bpe, special_tokens="parse").train
+        assert example.tokens.tolist().count(bpe.eos_id) == ends, text
+        assert example.tokens[-1] == bpe.eos_id
 
 
 def test_a_single_record_cannot_be_held_out_and_of_many_copies_a_share_is(open_rows):

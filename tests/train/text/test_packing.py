@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from train.text.examples import Example
 from train.text.packing import packed_batches, validation_set
+from train.text.pairs import Pair
 
 PAD = 0
 LENGTHS = [2, 9, 17, 5, 5, 3, 12, 2, 8, 16, 4, 7, 11]
@@ -175,6 +176,23 @@ def test_examples_that_do_not_fit_are_refused(changes, match):
     for function in (make, validate):
         with pytest.raises(ValueError, match=match):
             function(**changes)
+
+
+def test_pairs_share_rows_one_below_the_other():
+    pairs = [Pair(a, b, (-1.0, -2.0)) for a, b in itertools.pairwise(EXAMPLES)]
+    for batch in batches_of(4, pairs, batch_size=4):
+        chosen, rejected = batch["segments"][::2], batch["segments"][1::2]
+        np.testing.assert_array_equal(chosen.max(1), rejected.max(1))
+        for part, value in ((0, -1.0), (1, -2.0)):
+            # One place of each response has the log-probability of the reference.
+            sums = batch["reference"][part::2].sum(1)
+            np.testing.assert_array_equal(sums, value * chosen.max(1))
+    for changes, match in (
+        ({"batch_size": 3}, "`--batch-size` 3 must be even for pairs"),
+        ({"batch_size": 2, "part": (0, 2)}, "gives a process 1 rows, and a pair takes two"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(pairs, **changes)
 
 
 def test_an_epoch_draws_each_source_in_proportion_to_its_weight():

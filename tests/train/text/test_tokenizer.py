@@ -82,6 +82,16 @@ def test_a_saved_tokenizer_is_loaded_unchanged(tokenizer, tmp_path):
         assert getattr(loaded, name) == getattr(tokenizer, name)
 
 
+def test_a_saved_tokenizer_keeps_its_settings_and_its_chat_template(bpe, tmp_path):
+    bpe.save(tmp_path / "first")
+    (tmp_path / "first" / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((tmp_path / "first" / CONFIG).read_text())
+    (tmp_path / "first" / CONFIG).write_text(json.dumps({**config, "model_max_length": 7}))
+    load_tokenizer(tmp_path / "first").save(tmp_path / "second")
+    assert json.loads((tmp_path / "second" / CONFIG).read_text())["model_max_length"] == 7
+    assert (tmp_path / "second" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
 # --- Byte-level BPE. ---
 
 
@@ -221,6 +231,11 @@ OTHER = json.dumps({"added_tokens_decoder": {"5000": {"content": END_OF_TEXT, "s
         (MERGES, b"a b\na\n", r"merges.txt line 2 is 'a': two tokens are needed"),
         (CONFIG, OTHER.encode(), r"the id 5000, but after the vocabulary it is 299"),
         (CONFIG, b'{"eos_token": "<gone>"}', r"its eos_token '<gone>' is not in its vocabulary"),
+        (
+            CONFIG,
+            b'{"split_special_tokens": true}',
+            r"`split_special_tokens` .* only false",
+        ),
         (CONFIG, None, r"no token ends a document: none of <\|endoftext\|>, </s>"),
     ],
 )
