@@ -19,8 +19,7 @@ _KEY = "Description"
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB", "#CC79A7")
 _OVERVIEW = (
     *("plain", "jax.checkpoint, dots", "jax.checkpoint, full", "optax.contrib.galore d/4", "exact"),
-    *("low_rank 32", "subspace d/4", "subspace d/16", "gact, 4 bits", "quantized, 4 bits"),
-    *("compressed_remat", "exact, 8-bit states, in backward", "remat, 8-bit states, in backward"),
+    *("low_rank 32", "subspace d/4", "quantized, 4 bits", "remat, 8-bit states, in backward"),
     *("lean", "lean_subspace d/4"),
 )
 """Steps whose memory the picture of the README shows."""
@@ -30,50 +29,80 @@ Result = dict[str, Any]
 
 
 def overview(figure: Figure, memory: Result, loss: Result) -> None:
-    """Draws the memory of a whole step by category, and the loss that each variant ends at."""
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    rows = {row["rival"]: row for row in memory["rows"]}
-    train, plain = memory["settings"]["train"], rows["plain"]
-    names = [name for name in _OVERVIEW if name in rows]
+    """Draws the memory of a whole step by category, and the loss that each variant ends at.
+
+    The panels are above each other, and the picture is narrow, so that its letters can be read
+    where it is 400 pixels wide.
+    """
+    upper, lower = figure.subplots(2, 1, height_ratios=(11, 15))
+    _draw_memory(upper, memory)
+    _draw_losses(lower, loss)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set(fontsize=11, fontweight="bold")
+        # Over the labels too, which take a third of the width.
+        axes.title.set_horizontalalignment("right")
+        axes.title.set_x(1)
+
+
+def _draw_memory(axes: Any, result: Result) -> None:
+    rows = {row["rival"]: row for row in result["rows"] if row["rival"] in _OVERVIEW}
+    names = sorted(rows, key=lambda name: -rows[name]["peak"])
+    train, plain = result["settings"]["train"], rows["plain"]
     for i, name in enumerate(names):
         row, start = rows[name], 0.0
         for (category, size), color in zip(row["categories"].items(), _COLORS, strict=False):
             label = category.replace("_", " ") if i == 0 else None
-            left.barh(i, size / 2**30, left=start, color=color, label=label)
+            axes.barh(i, size / 2**30, left=start, color=color, label=label)
             start += size / 2**30
         flops = row["matmul_flops"] / plain["matmul_flops"]
-        left.text(start, i, f" {row['peak'] / 2**30:.1f} GiB, {flops:.2f} x FLOPs", va="center")
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.set_xlim(0, 1.5 * plain["peak"] / 2**30)
-    shape = f"{train['batch_size']} x {train['seq_len']} tokens"
-    title = f"a whole AdamW step of {train['model']},\n{shape}, {train['weight_dtype']} weights"
-    left.set(title=title, xlabel="GiB, compiled for an H100")
-    left.legend(loc="lower right", fontsize=8)
-    _draw_losses(right, loss)
+        axes.text(start, i, f" {row['peak'] / 2**30:.1f} GiB, {flops:.2f}", va="center")
+    axes.set_yticks(range(len(names)), [name.removesuffix(", in backward") for name in names])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * plain["peak"] / 2**30)
+    shape = f"{train['batch_size']} x {train['seq_len']} tokens, {train['weight_dtype']} weights"
+    axes.set_title(f"Memory of an AdamW step: shorter is better\n{train['model']}, {shape}")
+    axes.set_xlabel("GiB, compiled for an H100; then operations, plain = 1", loc="right")
+    axes.legend(loc="lower right", frameon=False)
 
 
 def _draw_losses(axes: Any, result: Result) -> None:
+    """Draws variants of all weights, and below them those in a subspace.
+
+    They are not comparable: the layers of the latter take a quarter of the step of embeddings and
+    head, which the former do not have at any learning rate (`docs/results/quality.md`).
+    """
     train, best = result["settings"]["train"], best_rows(result["rows"], "variant")
     means = {name: statistics.mean(map(last_loss, rows)) for name, rows in best.items()}
-    names = sorted(means, key=lambda name: means[name])
-    for i, name in enumerate(names):
-        single_runs = [last_loss(row) for row in result["rows"] if row["variant"] == name]
-        axes.plot(single_runs, [i] * len(single_runs), ".", color="#BBBBBB")
-        axes.plot(means[name], i, "o", color="#0072B2")
-        label = f"{means[name]:.3f} at {best[name][0]['learning_rate']:g}"
-        label += f", {len(best[name])} seeds" if len(best[name]) > 1 else ""
-        axes.text(means[name], i - 0.2, label, fontsize=8, ha="center")
-    axes.set_yticks(range(len(names)), names)
-    # Room for the labels above the first, and at both sides. No difference below a hundredth of the
-    # loss looks large.
-    axes.set_ylim(len(names) - 0.6, -0.6)
-    low, high = axes.get_xlim()
-    room = max(0.17 * (high - low), 0.02 * low - (high - low) / 2)
-    axes.set_xlim(low - room, high + room)
-    tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
-    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights unless named"
-    axes.set(title=title, xlabel="held-out loss, nats a token; gray: single runs")
+    names = sorted(means, key=lambda name: (name.startswith(_SUBSPACES), means[name]))
+    apart = sum(not name.startswith(_SUBSPACES) for name in names)
+    places = [i + 2.2 * (i >= apart) for i in range(len(names))]
+    for place, name in zip(places, names, strict=True):
+        rows, mean = best[name], means[name]
+        filling = "none" if name.startswith(_SUBSPACES) else "#0072B2"
+        single_runs = [last_loss(row) for row in rows]
+        label = f"{mean:.3f} at {rows[0]['learning_rate']:g}"
+        if len(rows) > 1:
+            axes.plot(single_runs, [place] * len(rows), ".", color="#BBBBBB")
+            label += f", {len(rows)} seeds"
+        axes.plot(mean, place, "o", color="#0072B2", mfc=filling)
+        axes.annotate(
+            label, (max(single_runs), place), (7, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(places, names)
+    axes.set_ylim(places[-1] + 0.7, -0.7)
+    low, high = min(means.values()), max(means.values())
+    axes.set_xlim(low - 0.05 * (high - low), high + 0.4 * (high - low))
+    axes.axhspan(apart - 0.4, places[-1] + 0.7, color="#F0F0F0", zorder=0)
+    axes.text(
+        *(0.99, apart + 0.55),
+        "Not comparable: at 8e-3, scaled by 0.25 in the layers,\n"
+        "embeddings and head take four times larger steps.",
+        transform=axes.get_yaxis_transform(), ha="right", va="center", style="italic",
+    )  # fmt: skip
+    tokens = f"{train['steps']:,} steps of {train['batch_size']} x {train['seq_len']} tokens"
+    axes.set_title(f"Loss after training: left is better\n{train['model']}, {tokens}")
+    axes.set_xlabel("held-out loss, nats a token, at a learning rate; gray: seeds", loc="right")
     axes.grid(axis="x", alpha=0.3)
 
 
@@ -207,7 +236,7 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "overview.png": Picture(overview, ("memory_h100.json", "loss.json"), (13, 5.2), 130),
+    "overview.png": Picture(overview, ("memory_h100.json", "loss.json"), (6.2, 8.4), 200),
     "pareto.png": Picture(pareto, ("memory_h100.json", "step_time.json"), (15, 6), 130),
     "ladder.png": Picture(ladder, ("ladder.json",), (11, 3.8), 110),
     **{

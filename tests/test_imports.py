@@ -8,6 +8,7 @@ LAYERS = (
     "actjax._host",
     "actjax._shards",
     "actjax._math",
+    "actjax._gpu",
     "actjax.formats",
     "actjax.kernels",
     "actjax.codecs",

@@ -64,7 +64,7 @@ def run(config: FinetuneConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the examples or a checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    if exports_only(config):
+    if reporting_errors(functools.partial(exports_only, config)):
         return reporting_errors(functools.partial(export_last, config, console))
     prepared = functools.partial(prepare, config)
     return prepare_and_train(prepared, config, console, functools.partial(export, config))

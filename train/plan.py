@@ -59,7 +59,6 @@ class PlannedConfig(PretrainConfig):
     resume: tyro.conf.Fixed[bool] = False
     epochs: tyro.conf.Fixed[float | None] = None
     export: tyro.conf.Fixed[pathlib.Path | None] = None
-    checkpoint: tyro.conf.Fixed[str] = ""
     log_to: tyro.conf.Fixed[tuple[str, ...]] = PretrainConfig.log_to
     log_every: tyro.conf.Fixed[int] = PretrainConfig.log_every
     eval_every: tyro.conf.Fixed[int] = PretrainConfig.eval_every
@@ -83,9 +82,6 @@ class PlanConfig:
     budget: str = ""
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
-    checkpoint: str = ""
-    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or its name at the Hub,
-    such as Qwen/Qwen3-0.6B."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
@@ -103,12 +99,6 @@ class PlanConfig:
         train = self.train
         check_dtype(self.device, train.compute_dtype)
         mesh_sizes(train.mesh)
-        expanded = str(pathlib.Path(self.checkpoint).expanduser())
-        if self.checkpoint and train.model not in (PretrainConfig.model, expanded):
-            raise ValueError(
-                f"`--model {train.model}` and `--checkpoint {self.checkpoint}` exclude each other:"
-                " drop one."
-            )
         self._check_measuring()
         if self.budget:
             parse_budget(self.budget)
@@ -121,7 +111,7 @@ class PlanConfig:
 
     def _check_measuring(self) -> None:
         flags = [flag_name(name) for name in given_fields(self.measuring)]
-        if flags and not self.checkpoint:
+        if flags and not self.train.checkpoint:
             raise ValueError(f"`{flags[0]}` needs trained weights: add `--checkpoint`.")
         if self.measuring.error and not self.budget:
             raise ValueError(
@@ -179,12 +169,11 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
-    train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
-    if config.checkpoint:
-        train = dataclasses.replace(train, model=str(checkpoint))
+    train, checkpoint = config.train, pathlib.Path(config.train.checkpoint).expanduser()
+    if train.checkpoint:
         with naming_flag("--checkpoint"):
             weights = config.measuring.wanted
-            checkpoint = find_checkpoint(config.checkpoint, train.download, weights=weights)
+            checkpoint = find_checkpoint(train.checkpoint, train.download, weights=weights)
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
     elif train.data.tokenizer is not None:
         size = load_tokenizer(train.data.tokenizer).vocab_size
@@ -272,16 +261,12 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
 
 def _command(train: PretrainConfig, config: PlanConfig) -> str:
     """Returns the command that runs a plan."""
-    if not config.checkpoint:
+    if not train.checkpoint:
         return f"python -m train.pretrain {flags(train)}"
     # Without the settings that only pretraining has.
     text = {name: getattr(train.data, name) for name in ("data", "tokenizer", "text_field")}
-    shared = dataclasses.replace(
-        train, model=PretrainConfig.model, model_vocab_size=0, data=DataConfig(**text)
-    )
-    command = (
-        f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(shared)}"
-    )
+    shared = dataclasses.replace(train, model_vocab_size=0, data=DataConfig(**text))
+    command = f"python -m train.finetune {flags(shared)}"
     if template := config.measuring.template:
         # The errors are of gradients in which all tokens count, as those of a completion do.
         command += f" --prompt-template '' --completion-template {shlex.quote(template)}"

@@ -18,7 +18,7 @@ from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
 from train.run.step import TrainState
 from train.settings import cli
-from train.settings.config import DataConfig, PretrainConfig
+from train.settings.config import DataConfig, PretrainConfig, run_folder
 from train.settings.messages import naming_flag
 from train.settings.resolve import dimensions, resolve
 from train.text.corpus import Corpus, open_corpus
@@ -47,7 +47,7 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    if exports_only(config):
+    if reporting_errors(functools.partial(exports_only, config)):
         return reporting_errors(functools.partial(export_last, config, console))
     prepared = functools.partial(prepare, config)
     return prepare_and_train(prepared, config, console, functools.partial(export, config))
@@ -126,17 +126,20 @@ def export(user_config: PretrainConfig, run: Run, console: Console) -> None:
 
 def export_last(user_config: PretrainConfig, console: Console) -> int:
     """Writes the last checkpoint of a run to `--export`, without training. Returns its step."""
-    assert user_config.out is not None
-    step, trained = read_trained(user_config.out)
-    trained.write(_target(user_config, user_config.out, None), console)
-    console.print(f"this is step {step} of the run in {user_config.out}")
+    folder = run_folder(user_config)
+    step, trained = read_trained(folder)
+    trained.write(_target(user_config, folder, None), console)
+    console.print(f"this is step {step} of the run in {folder}")
     return step
 
 
 def _target(user_config: PretrainConfig, run: pathlib.Path, folder: pathlib.Path | None) -> Target:
     """Returns where and how a run is exported."""
     like = find_checkpoint(user_config.checkpoint) if user_config.checkpoint else None
-    return Target(folder, user_config.export, like=like, tokenizer=tokenizer_of_run(run))
+    # The files of a checkpoint have more, such as a chat template.
+    copied = like is not None and user_config.data.tokenizer is None
+    tokenizer = None if copied else tokenizer_of_run(run)
+    return Target(folder, user_config.export, like=like, tokenizer=tokenizer)
 
 
 def _open_text(

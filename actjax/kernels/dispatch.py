@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax.core import Tracer
 
-from actjax._core import gpu
+from actjax._gpu import is_before_ampere
 from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import primitive
@@ -36,7 +36,7 @@ _DEFAULTS: dict[str | None, Implementation] = {"cuda": "pallas", "tpu": "mosaic"
 
 def _lacks(implementation: Implementation) -> str | None:
     """Returns why the backend of an implementation cannot be used; None if it can."""
-    if implementation in ("pallas", "triton") and gpu.is_before_ampere():
+    if implementation in ("pallas", "triton") and is_before_ampere():
         return "needs an NVIDIA GPU from Ampere on (compute capability 8.0), as Triton does"
     return _missing(implementation)
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax._core import gpu
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
+from actjax._gpu import is_before_ampere
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention_implementations import IMPLEMENTATIONS
@@ -191,7 +191,7 @@ def _function_of(implementation: Implementation | None, dtype: jnp.dtype) -> Any
     if implementation is None:
         if jax.default_backend() == "tpu":
             return splash_or(IMPLEMENTATIONS["blockwise"])
-        has_cudnn = jax.default_backend() == "gpu" and not gpu.is_before_ampere()
+        has_cudnn = jax.default_backend() == "gpu" and not is_before_ampere()
         implementation = "cudnn" if has_cudnn and dtype.itemsize == 2 else "blockwise"
     if implementation not in get_args(Implementation):
         raise ValueError(

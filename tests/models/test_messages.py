@@ -16,7 +16,7 @@ from messages import assert_messages
 
 from actjax import PointApproximation, Quantized
 from models import CompressedResiduals, Decoder, ModelConfig, Remat, Storage, huggingface, preset
-from models.checkpoints import stop_ids
+from models.checkpoints import find_checkpoint, stop_ids
 from models.folders import atomic_folder
 from models.generation import generate
 from models.likelihoods import log_likelihoods
@@ -297,9 +297,10 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
             (lambda: load(folder), "holds neither model.safetensors nor"),
             (lambda: load(tmp_path / "nowhere"), "no such folder"),
             (lambda: load(tmp_path), "no config.json in it"),
-            (lambda: load(tmp_path / "run"), "a run of `train.pretrain` is not exported"),
         ],
     )
+    run = (lambda: find_checkpoint(tmp_path / "run"), "a run without an exported model")
+    assert_messages(ValueError, [run])
     pickle = written(folder / "pytorch_model.bin", whole, load)
     assert_messages(ValueError, [(pickle, "pytorch_model.bin, a pickle, and reading a pickle can")])
 

@@ -1,6 +1,5 @@
 """Updates in a subspace that does not change, compared with GaLore in NumPy and in optax."""
 
-import dataclasses
 import functools
 
 import jax
@@ -112,7 +111,7 @@ def test_ten_steps_equal_those_of_optax_on_the_input_side():
         grads = dense(params, *first_data)
         projector = rival.update(grads, first, params)[1][0].projector["w"]
         state = tx.refresh(grads, first_state(tx, params), params)
-        ours = dataclasses.replace(state, bases={"w": projector})
+        ours = state._replace(bases={"w": projector})
         return (
             (state.bases["w"], projector),
             ten_steps(tx, in_bases(tx), ours, w, *data),

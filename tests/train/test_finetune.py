@@ -16,15 +16,23 @@ import pytest
 from models import Decoder, ModelConfig, huggingface
 from models.lora import attach
 from models.peft import load_adapters
+from tests.train.example_files import write_rows
 from tests.train.runs import finish, forget_last_checkpoint, losses, quiet, start, wait_for_step
 from train import finetune
 from train.finetune import export, prepare, run
 from train.planning import tables
 from train.run import begin
+from train.run import export as run_export
 from train.run.calibration import calibrate
 from train.run.loop import BadRunError
+from train.run.metrics import read_metrics
 from train.run.step import model_of
-from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
+from train.settings.config import (
+    AdapterConfig,
+    FinetuneConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+)
 from train.settings.data import ExampleConfig
 from train.settings.options import ADAPTERS, MethodOptions
 from train.text.trained_tokenizer import train_bpe
@@ -273,11 +281,63 @@ def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):
     assert recipe.config.folder == pathlib.Path("runs/Tiny-1.5B-lora")
     assert parts["checkpoint"] == finetune.fingerprint(snapshot)
     written = []
-    monkeypatch.setattr(finetune, "_replace", lambda path, write, _: written.append(write))
+    monkeypatch.setattr(run_export, "replace_folder", lambda path, write, _: written.append(write))
     state = SimpleNamespace(model=None)
     export(config, SimpleNamespace(recipe=recipe, state=state, config=recipe.config), quiet())
     # PEFT downloads the base by this name on other machines.
     assert [write.keywords["base"] for write in written] == ["org/Tiny-1.5B"]
+
+
+def preferences(folder, out: str, **changes) -> FinetuneConfig:
+    """Returns settings that prefer right sums over wrong ones."""
+    pairs = [
+        {"prompt": f"What is {a} plus {a}?", "chosen": f" It is {a + a}.", "rejected": f" {a}."}
+        for a in range(60)
+    ]
+    write_rows(folder / "pairs.jsonl", pairs)
+    data = ExampleConfig(data=(str(folder / "pairs.jsonl"),), held_out=0.2)
+    return make_config(folder, out, **{"loss": "dpo", "data": data, "steps": 6} | changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("lora", {}),  # The reference is computed within a step.
+        pytest.param("exact", {"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param("lean", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_preferences_are_learned(folder, method, changes):
+    config = preferences(folder, f"dpo-{method}", method=method, **changes)
+    run(config, quiet())
+    lines = read_metrics(config.out / "metrics.jsonl")
+    first, *_, last = [line for line in lines if "reward_accuracy" in line]
+    # Before a step the policy is the reference.
+    np.testing.assert_allclose(first["validation_loss"], np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(lines[1]["loss"], np.log(2), rtol=1e-5)
+    assert last["validation_loss"] < 0.95 * first["validation_loss"]
+    assert last["reward_accuracy"] > 0.9
+    assert last["reward_margin"] > 0
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_preferences_that_do_not_fit_are_refused(folder):
+    sums = ExampleConfig(data=str(folder / "sums.jsonl"))
+    for changes, message in (
+        ({"loss": "sft"}, "has 'chosen' and 'rejected', a pair of preference: pass `--loss dpo`"),
+        ({"data": sums}, "`--loss dpo` needs 'prompt', 'chosen' and 'rejected'"),
+    ):
+        with pytest.raises(BadRunError, match=message):
+            run(preferences(folder, "bad", **changes), quiet())
+    for changes, message in (
+        ({"batch_size": 3}, "must be even with `--loss dpo`"),
+        ({"z_loss": 0.1}, "`z_loss` has no effect with `--loss dpo`"),
+        ({"loss": "sft", "preference": PreferenceConfig(beta=0.2)}, "`--beta 0.2` has no effect"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            preferences(folder, "bad", **changes)
+    with pytest.raises(ValueError, match="`--beta` must be above 0"):
+        PreferenceConfig(beta=0.0)
 
 
 def test_bad_settings_are_refused_in_one_line(folder):

@@ -96,13 +96,16 @@ def test_a_checkpoint_by_its_name_at_the_hub(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "make_plan", lambda config, _: Plan(config, memory, 1, 1.0))
     monkeypatch.setattr(plan, "compile_plan", lambda one, _: Compiled(one, 1, 0, 0, 0, {}))
     train = dataclasses.replace(TRAIN, method="remat")
-    done, text = printed(PlanConfig(train, budget="1GiB", checkpoint="org/tiny"))
+    done, text = printed(
+        PlanConfig(dataclasses.replace(train, checkpoint="org/tiny"), budget="1GiB")
+    )
     assert done
-    assert "org/tiny, vocabulary of" in text
+    assert "tiny, vocabulary of" in text
     command = capsys.readouterr().out.strip().splitlines()[-1]
-    assert command.startswith("python -m train.finetune --checkpoint org/tiny --method remat")
+    assert command.startswith("python -m train.finetune --method remat")
+    assert " --checkpoint org/tiny" in command
     with pytest.raises(ValueError, match="`--checkpoint`: 'org/none' is no folder and is not in"):
-        run(PlanConfig(train, checkpoint="org/none"), quiet())
+        run(PlanConfig(dataclasses.replace(train, checkpoint="org/none")), quiet())
 
 
 def test_plans_begin_with_those_that_cost_no_quality():

@@ -2,13 +2,18 @@
 
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import signal
 
 import jax
 import numpy as np
 import pytest
 
+import models
+from models.checkpoints import find_checkpoint, stop_ids
+from models.generation import generate
 from tests.train.runs import (
     STEPS,
     assert_equal_ends,
@@ -28,8 +33,11 @@ from train.pretrain import run
 from train.run import loss_scale
 from train.run.loop import BadRunError, NonFiniteError, run_program
 from train.run.metrics import read_metrics
+from train.run.saved_settings import changed_rate
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import MethodOptions
+from train.text.corpus import open_corpus
+from train.text.tokenizer_files import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -99,6 +107,65 @@ def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, unbroken)
     assert_equal_ends(broken, whole)
 
 
+def test_a_run_is_a_model_that_programs_and_transformers_read(folder, unbroken):
+    whole, _ = unbroken
+    exported = dataclasses.replace(whole, export=folder / "exported")
+    assert run(exported, quiet()) == STEPS  # Of its last checkpoint, without a step.
+    _, state = final_state(whole)
+    for path in (whole.out, exported.export):
+        jax.tree.map(np.testing.assert_array_equal, models.load(path), state.model)
+        tokenizer = load_tokenizer(find_checkpoint(path))
+        assert tokenizer.fingerprint == load_tokenizer(whole.out / "tokenizer").fingerprint
+        assert stop_ids(find_checkpoint(path)) == (tokenizer.eos_id,)
+    with pytest.raises(BadRunError, match=r"`--export`: '.*exported' exists and is not empty"):
+        run(exported, quiet())
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported.export, dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(exported.export)(
+        " the cat", return_tensors="pt"
+    )
+    prompt = ids.input_ids.tolist()
+    assert prompt == [tokenizer.encode(" the cat")]
+    ours = models.load(exported.export, dtype="float32")
+    with torch.no_grad():
+        logits = theirs(**ids).logits.numpy()
+        text = theirs.generate(**ids, max_new_tokens=4)[0].tolist()
+    np.testing.assert_allclose(ours(np.array(prompt), compute_dtype="float32"), logits, atol=1e-4)
+    stop = (tokenizer.eos_id,)
+    new = generate(ours, prompt, max_new_tokens=4, stop=stop, compute_dtype="float32")
+    assert [*prompt[0], *new[0]] == [i for i in text if i not in stop]
+
+
+def test_training_goes_on_from_the_model_of_a_run(folder, unbroken):
+    whole, _ = unbroken
+    further = dataclasses.replace(
+        whole, model="llama_9m", checkpoint=str(whole.out), out=folder / "further", steps=1
+    )
+    further = dataclasses.replace(further, data=dataclasses.replace(whole.data, vocab_size=8192))
+    run(further, quiet())
+    first, *_ = read_metrics(further.out / "metrics.jsonl")
+    (last,) = [x for x in read_metrics(whole.out / "metrics.jsonl") if x["step"] == STEPS][-1:]
+    np.testing.assert_allclose(first["validation_loss"], last["validation_loss"], rtol=1e-5)
+
+
+def test_epochs_are_steps_over_all_rows_and_a_resumed_run_says_what_it_learns_at(folder, unbroken):
+    whole, _ = unbroken
+    config = dataclasses.replace(whole, out=folder / "epochs", steps=1000, epochs=0.5)
+    ready = pretrain.prepare(config, quiet())
+    ready.lock.close()
+    corpus = open_corpus(whole.data.data, folder)
+    tokens = sum(
+        len(ready_ids) + 1
+        for ready_ids in map(load_tokenizer(whole.out / "tokenizer").encode, corpus.train)
+    )
+    assert ready.config.steps == math.ceil(tokens / 2 / (whole.seq_len + 1) / whole.batch_size)
+    with pytest.raises(BadRunError, match="`--epochs` and `--steps` exclude each other"):
+        run(dataclasses.replace(config, steps=3), quiet())
+    line = changed_rate(whole.out, dataclasses.replace(ready.config, steps=2 * STEPS), STEPS)
+    assert re.fullmatch(r"the learning rate of step 13 is \S+, with the former settings \S+", line)
+
+
 def test_a_run_that_was_saved_under_a_former_method_name_resumes_with_equal_bits(unbroken):
     whole, _ = unbroken
     _, want = final_state(whole)
@@ -135,7 +202,9 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
     run(dataclasses.replace(again, eval_batches=3), console)
     assert (whole.out / "settings.json").read_bytes() == written  # No step had other settings.
     assert "with other settings than before: eval_batches: 2, now 3" in console.file.getvalue()
-    assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
+    assert (
+        f"everything is in {whole.out}\nwritten: {whole.out / 'model'}" in console.file.getvalue()
+    )
     for changes, message in (
         ({"steps": 11}, "`--steps` 11 is below the 12 steps that the run"),
         ({"model": "llama_20m"}, r"another run: .*model.hidden_size: 128 there, 256 now"),

@@ -199,7 +199,7 @@ def _tracing_on(device: Device) -> Iterator[None]:
     # Attention and kernels are chosen by the backend of this process and its GPU.
     replaced: tuple[tuple[str, str, Any], ...] = (("jax", "default_backend", "tpu"),)
     if isinstance(device, Gpu):
-        capability = ("actjax._core.gpu", "compute_capability", device.capability)
+        capability = ("actjax._gpu", "compute_capability", device.capability)
         replaced = (("jax", "default_backend", "gpu"), capability, *_REPLACED)
     with contextlib.ExitStack() as stack:
         for module, name, value in replaced:

@@ -33,7 +33,7 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
     device += f" x {train.mesh}, of each device" if train.mesh else ""
     title = (
-        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
+        f"{train.title}, vocabulary of {dimensions(train).vocab_size:,},"
         f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
         f" compiled for {device}; {name}"
     )

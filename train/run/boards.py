@@ -29,10 +29,12 @@ class TensorBoard:
         self._writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, failed: bool) -> None:
+        """Writes what is left."""
         self._writer.close()
 
 
@@ -67,9 +69,11 @@ class WeightsAndBiases:
         known.write_text(json.dumps({"project": _PROJECT, "id": self._run.id}) + "\n")
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of a step."""
         self._run.log({"step": step, **metrics})
 
     def close(self, failed: bool) -> None:
+        """Ends the run there."""
         self._run.finish(exit_code=int(failed))
 
 

@@ -23,7 +23,7 @@ from models.lora import LoRAConfig, merge
 from models.peft import save_adapters
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
-from train.settings.config import RunConfig
+from train.settings.config import FinetuneConfig, PretrainConfig, run_folder
 from train.settings.messages import naming_flag
 from train.settings.methods import METHODS
 from train.text.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Trained:
             console.print(f"written: {target.export}")
 
 
-def exports_only(config: RunConfig) -> bool:
+def exports_only(config: PretrainConfig | FinetuneConfig) -> bool:
     """Returns whether `--export` is for a run that is there and is not to go on.
 
     Raises:
@@ -106,7 +106,7 @@ def exports_only(config: RunConfig) -> bool:
         return False
     with naming_flag("--export"):
         check_free(config.export.expanduser())
-    return not config.resume and config.out is not None and has_checkpoint(config.out)
+    return not config.resume and has_checkpoint(run_folder(config))
 
 
 def write_model(

@@ -314,6 +314,11 @@ class PretrainConfig(RunConfig):
             )
 
 
+def run_folder(config: "PretrainConfig | FinetuneConfig") -> pathlib.Path:
+    """Returns the folder of a run."""
+    return config.out or pathlib.Path("runs") / f"{config.title}-{config.method}"
+
+
 def name_of(checkpoint: str) -> str:
     """Returns the name of a checkpoint: of its folder, or of the run that holds it."""
     path = pathlib.Path(checkpoint).expanduser()
@@ -412,8 +417,8 @@ class FinetuneConfig(RunConfig):
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("checkpoint", "download", "data.data", "method", "steps", "batch_size", "seq_len"),
-            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
+            *("checkpoint", "download", "data.data", "method", "steps", "epochs", "batch_size"),
+            *("seq_len", "learning_rate", "lora_rank", "weight_dtype", "out", "resume", "export"),
         ),
         "Examples": ("loss", "preference", "tokenizer", "data"),
         "Adapters": ("adapter",),

@@ -18,6 +18,7 @@ from train.settings.config import (
     PreferenceConfig,
     PretrainConfig,
     RunConfig,
+    run_folder,
 )
 from train.settings.messages import naming_flag
 from train.settings.options import check_flags
@@ -188,7 +189,7 @@ def resolve(
         "title": config.title,
         "model_config": model,
         "positions": model.max_seq_len,
-        "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
+        "folder": run_folder(config),
         "adapter": adapter if method.adapters else None,
         "preference": _preference(config),
         "pretrained": bool(config.checkpoint),

@@ -17,6 +17,8 @@ _SHARED_ROLES = {
 }  # fmt: skip
 """Roles by their names in ShareGPT's form."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_ALIASES: dict[str, tuple[str, ...]] = dict.fromkeys(_REASONING, _REASONING)
+"""Names under which a template may read a field."""
 _KNOWN = frozenset((
     *("role", "content", "name", "tool_calls", "tool_call_id", "weight", *_REASONING),
     *("id", "timestamp", "created_at", "model", "user", "index", "url", "lang", "language"),
@@ -57,6 +59,8 @@ def read_conversation(
     arguments = fields.get("chat_template_kwargs") or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"'chat_template_kwargs' is {type(arguments).__name__}, not an object")
+    if fields.get("tools") and "tools" not in template.source:
+        raise ValueError("it has 'tools', which the chat template does not write: remove them")
     messages, learned = read_messages(field_of(fields, field), f"field '{field}'", template)
     return Conversation(messages, learned, fields.get("tools"), arguments)
 
@@ -107,6 +111,12 @@ def _check_fields(message: Mapping[str, Any], number: int, template: ChatTemplat
         raise ValueError(
             f"message {number} has the role {message.get('role')!r}, not one of {quoted(ROLES)}"
         )
+    for name in ("tool_calls", *_REASONING):
+        if message.get(name) and not any(x in template.source for x in _ALIASES.get(name, (name,))):
+            raise ValueError(
+                f"message {number} has '{name}', which the chat template does not write: remove it,"
+                " or try another `--chat-template`"
+            )
     for name, value in message.items():
         if name not in _KNOWN and name not in template.source and value not in (None, "", [], {}):
             raise ValueError(

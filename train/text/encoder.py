@@ -88,6 +88,8 @@ class Encoder:
         """
         tokens, counted = self._encode(written)
         if not written.is_chat:
+            tokens = self._without_end(tokens)
+            counted = counted[: len(tokens)]
             after = self.tokenizer.between[1]
             tokens += after
             counted += [True] + [False] * (len(after) - 1)
@@ -96,6 +98,16 @@ class Encoder:
             mask = ~np.isin(tokens, self.tokenizer.dictated)
         mask[:1] = False
         return Example(np.asarray(tokens, np.int32), mask)
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        """Returns tokens without the one that ends the text, and spaces after it, if it is there.
+
+        Texts that a template wrote may have their end, and one is added.
+        """
+        end = self.tokenizer.between[1][0]
+        last = len(tokens) - 1 - tokens[::-1].index(end) if end in tokens else len(tokens)
+        is_end = last > 0 and not self.tokenizer.decode(tokens[last + 1 :]).strip()
+        return tokens[:last] if is_end else tokens
 
     def _encode(self, written: Written) -> tuple[list[int], list[bool]]:
         written.text.encode()  # Raises for lone surrogates, which some tokenizers accept.

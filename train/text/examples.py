@@ -15,7 +15,7 @@ from typing import Any, Literal
 from train.settings.data import ExampleConfig
 from train.settings.options import check_at_least
 from train.text.encoder import Encoder, Example, Written
-from train.text.formats import check_fields, open_writer
+from train.text.formats import Writer, check_fields, open_writer
 from train.text.hashes import unit_hash
 from train.text.pairs import Pair
 from train.text.records import Record, read_records
@@ -75,26 +75,28 @@ def open_examples(
     check_at_least(1, seq_len=seq_len)
     encoder = Encoder(tokenizer, config.special_tokens)
     reader = _Reader(config, encoder, seq_len, tokenizer_path, preferences)
+    flag, checked = "--data", config.data
     sources = sources_of(config.data, "--data")
-    parts = [read_records(source.path, "--data") for source in sources]
-    if config.validation is None:
-        flag, checked = "--data", config.data
-        split = [
-            _hold_out(records, config, source)
-            for records, source in zip(parts, sources, strict=True)
-        ]
-        parts, held_out = [kept for kept, _ in split], [x for _, out in split for x in out]
-    else:
+    trained, validation, count, held = list[Any](), list[Any](), 0, 0
+    for source in sources:
+        records = read_records(source.path, "--data")
+        encoded = reader.encode(records, reader.writer(records))
+        held_out: list[Encoded] = []
+        if config.validation is None and encoded:
+            encoded, held_out = _hold_out(encoded, config, source)
+        trained.append(reader.fit(encoded))
+        validation += reader.fit(held_out)
+        count, held = count + len(encoded), held + len(held_out)
+    if config.validation is not None:
         flag, checked = "--validation", (config.validation,)
-        held_out = read_records(config.validation, flag)
-    trained = [reader.encode(records) for records in parts]
-    validation = reader.encode(held_out)
+        records = read_records(config.validation, flag)
+        encoded = reader.encode(records, reader.writer(records))
+        validation, held = reader.fit(encoded), len(encoded)
     reader.check_skipped()
     train = [example for part in trained for example in part]
-    count = sum(map(len, parts))
     for examples, name, data, use, number in (
         (train, "--data", config.data, "train on", count),
-        (validation, flag, checked, "validate on", len(held_out)),
+        (validation, flag, checked, "validate on", held),
     ):
         if not examples:
             raise ValueError(
@@ -115,6 +117,10 @@ def open_examples(
         shares=[(len(part), weight) for part, weight in pairs if weight is not None],
         remarks=reader.remarks(),
     )
+
+
+Encoded = tuple[Record, list[Any]]
+"""A record with its examples."""
 
 
 class _Reader:
@@ -140,32 +146,46 @@ class _Reader:
         self._empty = self._read = 0
         self.cut = self.dropped = 0
 
-    def encode(self, records: Sequence[Record]) -> list[Any]:
-        """Returns the examples of records that have one form.
+    def writer(self, records: Sequence[Record]) -> Writer:
+        """Returns the writer of records that have one form: that of the first.
+
+        Raises:
+          ValueError: it has none, or with `skip_bad` no record has one.
+        """
+        for number, record in enumerate(records):
+            try:
+                return open_writer(
+                    self._config, self._encoder, self._folder, record, preferences=self._preferences
+                )
+            except ValueError:
+                if not self._config.skip_bad or number == len(records) - 1:
+                    raise
+        raise AssertionError("there are records")
+
+    def encode(self, records: Sequence[Record], writer: Writer) -> list[Encoded]:
+        """Returns records with their examples; those that cannot be read are counted.
 
         Raises:
           ValueError: a record is malformed, and `skip_bad` is off.
         """
-        if not records:
-            return []
-        writer = open_writer(
-            self._config, self._encoder, self._folder, records[0], preferences=self._preferences
-        )
-        examples = []
+        encoded = []
         for record in records:
             self._read += 1
             try:
-                texts = record.apply(self._write, writer.write)
+                encoded.append((record, record.apply(self._write, writer.write)))
             except ValueError as error:
                 if not self._config.skip_bad:
                     raise
                 self._skipped.append(str(error))
-                continue
-            examples += texts
-            self.dropped += not texts
+        return encoded
+
+    def fit(self, encoded: Sequence[Encoded]) -> list[Any]:
+        """Returns the examples that fit a sequence."""
+        examples = [example for _, of_record in encoded for example in of_record]
         fitting, cut = _fit(examples, self._longest, self._config.long)
         self.cut += cut
         self.dropped += len(examples) - len(fitting)
+        self.dropped += sum(not of_record for _, of_record in encoded)
         return fitting
 
     def _write(self, record: Record, write: Callable[..., list[Written]]) -> list[Any]:
@@ -196,7 +216,7 @@ class _Reader:
             )
         if self._empty:
             lines.append(
-                f"{self._empty:,} of {self._read:,} completions are empty: only their end is learned"
+                f"{self._empty:,} of {self._read:,} completions are empty: their end alone counts"
             )
         if found := self._encoder.marker.describe():
             lines.append(
@@ -244,15 +264,16 @@ def _fingerprint(*splits: list[Any]) -> str:
 
 
 def _hold_out(
-    records: list[Record], config: ExampleConfig, source: Source
-) -> tuple[list[Record], list[Record]]:
+    records: list[Encoded], config: ExampleConfig, source: Source
+) -> tuple[list[Encoded], list[Encoded]]:
     """Splits records by a hash of their fields. Copies stay together; both sides get one.
 
     Where copies would make the part twice as large as it should be, records are held out by their
     places, which do not tell copies apart.
     """
     hashes = [
-        unit_hash(json.dumps(x.fields, sort_keys=True, default=str).encode()) for x in records
+        unit_hash(json.dumps(record.fields, sort_keys=True, default=str).encode())
+        for record, _ in records
     ]
     values = sorted(set(hashes))
     bound = min(max(config.held_out, values[0]), values[-2]) if len(values) > 1 else 1.0

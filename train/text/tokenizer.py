@@ -119,21 +119,22 @@ class Tokenizer(abc.ABC):
 
     def describe(self) -> str:
         """Returns a line about the rules, for the user."""
-        before = " ".join(map(self._shown, self.prefix)) or "nothing"
-        after = " ".join(map(self._shown, self.between[1]))
+        before = " ".join(map(self.shown, self.prefix)) or "nothing"
+        after = " ".join(map(self.shown, self.between[1]))
         read = f" ({self.source})" if self.source else ""
         return (
             f"tokenizer of {self.vocab_size:,}{read}: {before} before a text, {after} after a"
             " document"
         )
 
-    def _shown(self, index: int) -> str:
+    def shown(self, index: int) -> str:
+        """Returns a token as messages show it: its name and its id."""
         return f"{self.special.get(index, '')} [{index}]".strip()
 
     def check(self, ids: Sequence[int]) -> None:
         """Raises a `ValueError` if an id is not below `limit`."""
         if self.limit is not None and ids and max(ids) >= self.limit:
-            name = self._shown(max(ids))
+            name = self.shown(max(ids))
             raise ValueError(
                 f"it holds the token {name}, and the model has {self.limit:,} embeddings: remove it"
             )
@@ -251,6 +252,9 @@ class HuggingFaceTokenizer(Tokenizer):
             aliases[token.content] = alias
             ids_of[inner.token_to_id(alias)] = index
         return inner, aliases, ids_of
+
+    def shown(self, index: int) -> str:
+        return f"{self._inner.id_to_token(index)} [{index}]"
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)

@@ -122,10 +122,10 @@ def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int)
             f" one of `{flag}` belongs to another model. Pass the tokenizer of this model by"
             " `--tokenizer`."
         )
-    last = tokenizer.special.get(tokenizer.vocab_size - 1, "")
+    last = tokenizer.shown(tokenizer.vocab_size - 1)
     count = tokenizer.vocab_size - vocab_size
     return (
-        f"{count} added token(s) of the tokenizer, such as {last!r}, have no embedding in {model}:"
+        f"{count} added token(s) of the tokenizer, such as {last}, have no embedding in {model}:"
         " a text that holds one is refused"
     )
 

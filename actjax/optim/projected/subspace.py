@@ -17,7 +17,7 @@ import math
 import numbers
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,8 @@ from actjax.optim.projected.remainders import ScaledRemainder
 Source = Literal["gradient", "random"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SubspaceState:
-    """State of `subspace`.
+class SubspaceState(NamedTuple):
+    """State of `subspace`. A tuple with names, which flax serializes too.
 
     Attributes:
       step: number of updates taken, int32.
@@ -61,8 +59,8 @@ class SubspaceState:
     bases: dict[str, Any]
     inner: Any
     outer: Any
-    next_refresh: Any = None
-    remainder: dict[str, Any] = dataclasses.field(default_factory=dict)
+    next_refresh: Any
+    remainder: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +132,7 @@ class Subspace:
         params = without_variables(params)
         self.check_groups(params)
         state = self.init_from(params, jax.random.key(self.seed))
-        return dataclasses.replace(state, next_refresh=jnp.zeros((), jnp.int32))
+        return state._replace(next_refresh=jnp.zeros((), jnp.int32))
 
     def init_from(self, params: Any, key: jax.Array) -> SubspaceState:
         """Returns the first state of a part of the parameters, such as one layer.
@@ -164,7 +162,7 @@ class Subspace:
         small = self._projected(params, bases, projections)
         step, words = jnp.zeros((), jnp.int32), jax.random.key_data(key)
         states = self.inner.init(small), self.outer.init(params)
-        return SubspaceState(step, words, bases, *states, remainder=remainder)
+        return SubspaceState(step, words, bases, *states, None, remainder)
 
     def projects(self, path: str) -> bool:
         """Returns whether a matrix is projected."""
@@ -199,9 +197,7 @@ class Subspace:
         adapted, inner = self.inner.update(small, state.inner, seen, **extra)
         full, remainder = self._full(grads, small, adapted, state, projections)
         full, outer = self.outer.update(full, state.outer, params, **extra)
-        state = dataclasses.replace(
-            state, step=state.step + 1, inner=inner, outer=outer, remainder=remainder
-        )
+        state = state._replace(step=state.step + 1, inner=inner, outer=outer, remainder=remainder)
         return in_structure_of(full, updates, is_low_rank), state
 
     def _refreshed_if_due(self, grads: Any, state: SubspaceState) -> SubspaceState:
@@ -295,7 +291,7 @@ class Subspace:
         else:
             new = self._leading_bases(grads, state.bases, projections, key)
         due = None if state.next_refresh is None else state.step + self.gap
-        return dataclasses.replace(state, bases=new, next_refresh=due)
+        return state._replace(bases=new, next_refresh=due)
 
     def _leading_bases(
         self, grads: Any, old: dict[str, Any], projections: dict[str, Projection], key: jax.Array

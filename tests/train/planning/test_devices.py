@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from actjax._core import gpu
+from actjax import _gpu as gpu
 from actjax.kernels import dispatch
 from actjax.ops.attention import _function_of
 from actjax.ops.attention_implementations import IMPLEMENTATIONS

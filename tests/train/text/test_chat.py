@@ -5,13 +5,7 @@ import pathlib
 
 import pytest
 
-from tests.train.example_files import (
-    CHAT,
-    CHATML,
-    learned,
-    texts_of,
-    write,
-)
+from tests.train.example_files import CHAT, CHATML, learned, texts_of, write
 from train.text.chat import ChatTemplate
 from train.text.examples import Examples
 
@@ -56,21 +50,6 @@ def test_turns_of_the_assistant_count_and_special_tokens_are_those_of_the_templa
     assert every.counted.tolist() == [False] + [True] * (len(every.tokens) - 1)
 
 
-@pytest.mark.parametrize(("kind", "template"), [("bpe", CHATML), ("pieces", INST)])
-def test_the_text_before_a_turn_has_the_same_tokens_alone(request, open_chat, kind, template):
-    tokenizer, messages = request.getfixturevalue(kind), CHAT["messages"][1:]
-    row = {"messages": messages}
-    (example,) = open_chat(tokenizer, template, [row]).train
-    for index in (1, 3):
-        asked = ChatTemplate(template, tokenizer).render(
-            messages[:index], add_generation_prompt=True
-        )
-        ids = tokenizer.encode_with_special(asked)
-        assert example.tokens[: len(ids)].tolist() == ids
-        assert not example.counted[len(ids) - 1]
-        assert example.counted[len(ids) : len(ids) + 2].any()  # The template may add a space.
-
-
 def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_chat):
     row = {"messages": CHAT["messages"][1:]}
     (example,) = open_chat(pieces, INST, [row]).train
@@ -109,48 +88,44 @@ def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_
     assert learned(second, bpe) == [(before + empty, False), ("Yes.", True), end]
 
 
-def each(change, messages=CHAT["messages"]) -> list[dict]:
-    return [{**message, **change(message)} for message in messages]
+def each(change) -> dict:
+    return {"messages": [{**message, **change(message)} for message in CHAT["messages"]]}
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 CALLS = CHATML.replace("message.content +", "message.content + (message.tool_calls | tojson if "
                        "message.tool_calls else '') +")  # fmt: skip
 SHARED = {"user": "human", "assistant": "gpt", "system": "system"}
-FORMS = {
-    "ShareGPT": {"conversations": [
+FORMS = [
+    {"conversations": [
         {"from": SHARED[m["role"]], "value": m["content"]} for m in CHAT["messages"]]},
-    "its name alone": {"conversations": CHAT["messages"]},
-    "parts": {"messages": each(lambda m: {"content": [{"type": "text", "text": m["content"]}]})},
-    "several parts": {"messages": each(lambda m: {"content": [*m["content"]]})},
-    "null fields": {**CHAT, "tools": None, "messages": each(lambda m: {"tool_calls": None, "x": []})},
-    "names of messages": {"messages": each(lambda m: {"id": 3, "timestamp": "now", "weight": 1})},
-    "names of records": {**CHAT, "id": 3, "weight": 1, "functions": []},
-}  # fmt: skip
+    {"conversations": CHAT["messages"]},
+    each(lambda m: {"content": [{"type": "text", "text": m["content"]}]}),
+    each(lambda m: {"content": [*m["content"]]}),
+    each(lambda m: {"tool_calls": None, "unknown": [], "timestamp": "now", "weight": 1}),
+    {**CHAT, "tools": None, "id": 3, "weight": 1, "functions": []},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_a_conversation_have_the_same_tokens(bpe, open_chat, form):
-    assert open_chat(bpe, CHATML, [FORMS[form]]).fingerprint == open_chat(bpe, CHATML).fingerprint
+def test_forms_of_a_conversation_have_the_same_tokens(bpe, open_chat):
+    assert {open_chat(bpe, CHATML, [form]).fingerprint for form in [CHAT, *FORMS]} == {
+        open_chat(bpe, CHATML).fingerprint
+    }
 
 
 MARKED = CHATML.replace("+ message.content + '<|im_end|>\\n' }}", """}}{% if message.role == 'assistant'
  %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}
-{{- message.content + '<|im_end|>\\n' }}{% endif %}""")  # fmt: skip
+{{- message.content + '<|im_end|>\\n' }}{% endif %}""")  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
-@pytest.mark.parametrize("weights", [(1, 0), (0, 1), (0, 0)])
-def test_answers_without_weight_are_not_learned(bpe, open_chat, template, weights):
-    system, *turns = each(lambda m: {})
-    turns[1]["weight"], turns[3]["weight"] = weights
-    first = {"messages": [system, *turns]}
-    examples = open_chat(bpe, template, [first, CHAT])
-    *weighted, both = examples.train
-    texts = [("Because.", True), ("Yes.", True)]
-    assert [run for run in learned(both, bpe) if run[1]] == texts
-    kept = [text for text, weight in zip(texts, weights, strict=True) if weight]
-    assert [run for x in weighted for run in learned(x, bpe) if run[1]] == kept
+def test_answers_without_weight_are_not_learned(bpe, open_chat, template):
+    for weights in (0, 1), (1, 0), (0, 0):
+        weight = dict(zip(("Because.", "Yes."), weights, strict=True))
+        row = each(lambda m, weight=weight: {"weight": weight.get(m["content"])})
+        *weighted, _ = open_chat(bpe, template, [row, CHAT]).train
+        texts = [text for x in weighted for text, counts in learned(x, bpe) if counts]
+        assert texts == [text for text in weight if weight[text]]
 
 
 @pytest.mark.parametrize(
@@ -223,9 +198,7 @@ def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
             open_rows([CHAT], bpe, folder=tmp_path)
     empty.unlink()
     write(tmp_path / "additional_chat_templates" / "rag.jinja", CHATML)
-    with pytest.raises(
-        ValueError, match=r"no default chat template, only rag: choose one, such as"
-    ):
+    with pytest.raises(ValueError, match="no default chat template, only rag: choose one"):
         open_rows([CHAT], bpe, folder=tmp_path)
 
 
@@ -257,26 +230,13 @@ def test_templates_that_fail_are_refused(bpe, open_chat, template, match):
         ({"role": "gpt", "content": "a"}, r"message 1 has the role 'gpt', not one of 'system',"),
         ({"content": "a"}, r"message 1 has the role None"),
         ({"role": "user"}, r"the 'content' of message 1 is NoneType, not text"),
-        (
-            {"role": "user", "content": [{"type": "text"}]},
-            r"a part of the 'content' of message 1 is no t",
-        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part of the 'content' of message 1"),
         ({"role": "user", "content": [{"type": "image"}]}, "a part of the 'content' of message 1"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "the 'content' of message 1 is"),
         ({"from": "nobody", "value": "a"}, "message 1 is from 'nobody', not from one of 'human',"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, "the 'weight' of message 1 is 0.5"),
-        (
-            {"role": "user", "content": "a", "loss": True},
-            "field 'loss' of message 1 has no meaning",
-        ),
-        (
-            {"from": "gpt", "value": "a", "masked": 1},
-            "field 'masked' of message 1 has no meaning h",
-        ),
-        (
-            {"role": "user", "content": "a", "prefix": "b"},
-            "field 'prefix' of message 1 has no mean",
-        ),
+        ({"role": "user", "content": "a", "loss": True}, "field 'loss' of message 1 has no mean"),
+        ({"from": "gpt", "value": "a", "masked": 1}, "field 'masked' of message 1 has no meaning"),
     ],
 )
 def test_malformed_messages_are_refused(bpe, open_chat, message, match):
@@ -308,12 +268,3 @@ def test_conversations_are_rendered_like_transformers(
         [CHAT["messages"]], chat_template=template, bos_token="<s>", eos_token="</s>", **options
     )
     assert ChatTemplate(template, pieces).render(CHAT["messages"], **options) == want
-
-
-def test_conversations_have_the_tokens_of_transformers(bpe, open_chat, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    bpe.save(tmp_path)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    want = theirs.apply_chat_template(CHAT["messages"], chat_template=CHATML, return_dict=False)
-    (example,) = open_chat(bpe, CHATML).train
-    assert example.tokens.tolist() == want

@@ -60,18 +60,16 @@ def write_arrow(path, table, new=pyarrow.ipc.new_stream):
 def test_tables_are_read(bpe, tmp_path, name, write_table):
     # A table has all fields in all rows, so that some are null.
     second = {"messages": [{**CHAT["messages"][1], "name": "Al"}, CHAT["messages"][2]]}
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
+    path = write(tmp_path / name, "")
     write_table(path, pyarrow.Table.from_pylist([CHAT, second]))
     if path.parent != tmp_path:  # As `datasets` saves them.
-        for other in ("dataset_info.json", "state.json"):
-            write(path.parent / other, "{}")
-        path = path.parent
+        path = write(path.parent / "dataset_info.json", "{}").parent
+        write(path / "state.json", "{}")
     template = write(tmp_path / "chatml.jinja", CHATML)
     lines = write_rows(tmp_path / "a.jsonl", [CHAT, {"messages": CHAT["messages"][1:3]}])
     texts = [texts_of(open_path(x, bpe, chat_template=template).train, bpe) for x in (path, lines)]
     assert texts[0] == texts[1]
-    write(tmp_path / "dataset_dict.json", '{"splits": ["saved"]}')
+    write(tmp_path / "dataset_dict.json", "{}")
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match=r"has several data sets: name one of .*/other"):
         open_path(tmp_path)
@@ -89,10 +87,7 @@ def test_several_files_are_read_with_weights(tmp_path, monkeypatch):
         config = ExampleConfig(data=data, validation="a.jsonl")
         assert open_examples(config, Bytes(), 1000).shares == shares
     for data, match in (
-        (
-            ("a.jsonl:0.7", "b:2.jsonl"),
-            "some files have a weight and some have none: give each one",
-        ),
+        (("a.jsonl:0.7", "b:2.jsonl"), "some files have a weight and some have none: give each"),
         (("a.jsonl:0",), "`--data` 'a.jsonl:0': the weight 0 must be above 0"),
         (("a.jsonl:nan",), "the weight nan must be above 0"),
         (("a.jsonl:x",), "`--data` is 'a.jsonl:x': there is no such path"),
@@ -128,11 +123,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
         ("a.jsonl", "", r"`--data` is '.*a.jsonl': it has no records. Give a .jsonl file"),
         ("a.json", "[]", r"it has no records"),
         ("a.csv", "PAR1", r"`--data` is '.*a.csv', which is not a file of records"),
-        (
-            "a.parquet",
-            "PAR1",
-            r"`--data`: '.*a.parquet': Parquet file size is 4 bytes.* Correct or",
-        ),
+        ("a.parquet", "PAR1", r"`--data`: '.*a.parquet': Parquet file size is 4 bytes.* Corr"),
         ("a.arrow", "ARROW1", r"`--data`: '.*a.arrow': .* Correct or remove the file"),
         ("a.jsonl", b"\xff", r"'.*a.jsonl' is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-3], r"is not a complete gzip file"),

@@ -31,9 +31,10 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
+INPUT = "### Input:\n1 1\n\n"
 ALPACA = (
-    "Below is an instruction that describes a task",
-    ". Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n",
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes"
+    " the request.\n\n### Instruction:\nAdd.\n\n{}### Response:\n2"
 )
 PROMPTS = ("asks:", "asks: ", "why?\n", "why?\n\n", "### ", "###", "fox number 1", "é", "qui", " ")
 COMPLETIONS = (" why", "why", "\n\nfox", " ", "2", "\u0301a", "#", "ck", "日", "  x")
@@ -47,8 +48,7 @@ def test_a_completion_and_its_end_count_and_a_token_over_the_seam_is_of_it(token
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
     encoder = Encoder(tokenizer)
     for end, completion in itertools.product(PROMPTS, COMPLETIONS):
-        prompt = f"So {end}"
-        text = prompt + completion
+        prompt, text = f"So {end}", f"So {end}{completion}"
         example = encoder.example(Written(text, [(len(prompt), len(text))]))
         ids = [*tokenizer.prefix, *tokenizer.encode(text), tokenizer.eos_id]
         assert example.tokens.tolist() == ids
@@ -157,14 +157,12 @@ def test_names_of_special_tokens_are_tokens_in_templates_and_letters_in_content(
         ({**PAIR, "text": "plain"}, {}, "Why? Because."),
         ({**PAIR, "text": "plain"}, {"format": "text"}, "plain"),
         ({**PAIR, "body": "plain"}, {"text_field": "body"}, "plain"),
+        ({"instruction": "Add.", "output": "2", "text": "x"}, {}, ALPACA.format("", "")),
         (
-            {"instruction": "Add.", "input": "1 1", "output": "2", "text": "x"},
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
             {},
-            f"{ALPACA[0]}, paired with an input that provides further context{ALPACA[1]}### Input:"
-            "\n1 1\n\n### Response:\n2",
+            ALPACA.format(", paired with an input that provides further context", INPUT),
         ),
-        ({"instruction": "Add.", "output": "2"}, {}, f"{ALPACA[0]}{ALPACA[1]}### Response:\n2"),
-        ({"instruction": "a", "output": "b", "text": "x"}, {"format": "text"}, "x"),
     ],
 )
 def test_the_format_is_that_of_the_first_record_unless_a_flag_chooses_it(
@@ -190,11 +188,7 @@ def test_a_record_without_a_known_format_is_refused(open_rows):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "a pair of preference: pass `--loss dpo`",
-        ),
-        ({"chosen": [], "rejected": []}, "a pair of preference: pass `--loss dpo`"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of preference: pass `--loss d"),
         ({**PAIR, "weight": 0.5}, "line 1 of .*: field 'weight' is 0.5, and has no meaning here"),
         ({"text": "a", "sample_weight": 2}, "field 'sample_weight' is 2, and has no meaning"),
         ({**CHAT, "functions": [{"name": "f"}]}, "field 'functions' is .* has no meaning here"),
