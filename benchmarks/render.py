@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ladder, memory, pictures, recipes, record, soak, triton_kernels
+from benchmarks import ladder, memory, pictures, recipes, record, soak
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
@@ -85,11 +85,6 @@ SECTIONS = {
     "gpu": Section(
         "Steps on a GPU", _gpu, _STEP,
         "an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
-    ),
-    "triton_kernels": Section(
-        "Kernels in Triton and in Pallas, assembled for an H100", triton_kernels.table,
-        ("actjax/formats", "actjax/kernels", "benchmarks/kernel_cases"),
-        "`pip install -e '.[programs,triton,compile]'`",
     ),
     "soak": Section("A run under random kills", soak.table, ("actjax", "models", "train")),
 }  # fmt: skip

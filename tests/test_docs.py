@@ -200,7 +200,7 @@ def test_choices_are_told_on_one_page():
 # A sentence whose subject is a relative clause: "What is stored is ...".
 RELATIVE_SUBJECT = re.compile(r"(?:^|[.:;?] |\| |- )(?:What|Those|That of|Of) .*", re.MULTILINE)
 BRITISH = re.compile(
-    r"\w*(?:colour|behaviour|favour|neighbour|centre[sd]?\b|labelled|learned)\w*"
+    r"\w*(?:colour|behaviour|favour|neighbour|centre[sd]?\b|labelled|learnt)\w*"
     r"|\w+(?:isation|(?:nal|orm|dom|ial|tim|mor|ant)is(?:e[sd]?|ing))\b",
     re.IGNORECASE,
 )

@@ -15,6 +15,7 @@ from models import Decoder, Storage, StorageChoice
 from models.lora import LoRAConfig, attach
 from train.run.calibration import calibrated
 from train.run.preference import dpo_loss, segment_sums
+from train.settings.config import RunConfig
 from train.settings.methods import method
 from train.settings.resolve import ResolvedConfig
 from train.text.packing import MOST_PAIRS
@@ -25,18 +26,31 @@ Batch = dict[str, jax.Array]
 float32: the log-probability of each response before training, at its first place."""
 
 
-def batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of one micro-batch."""
+def batch_shapes(
+    config: RunConfig, *, packed: bool = False, pairs: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of one micro-batch.
+
+    Args:
+      config: the settings.
+      packed: whether several examples share a sequence.
+      pairs: whether they are pairs of preference.
+    """
     shape = (config.batch_size // config.accumulate, config.seq_len)
     tokens, numbers = (jax.ShapeDtypeStruct(shape, dtype) for dtype in ("int32", "float32"))
     batch = {"inputs": tokens, "targets": tokens, "mask": numbers}
-    batch |= {"segments": tokens} if config.packed else {}
-    return batch | ({} if config.preference is None else {"reference": numbers})
+    batch |= {"segments": tokens} if packed else {}
+    return batch | ({"reference": numbers} if pairs else {})
+
+
+def micro_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of one micro-batch of a run."""
+    return batch_shapes(config, packed=config.packed, pairs=config.preference is not None)
 
 
 def whole_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of the batch of a step, over all micro-batches."""
-    return batch_shapes(dataclasses.replace(config, accumulate=1))
+    return micro_batch_shapes(dataclasses.replace(config, accumulate=1))
 
 
 def inputs_of(batch: Batch, method_name: str) -> jax.Array:

@@ -12,7 +12,7 @@ import actjax
 from actjax.optim.stepping.pieces import count_pieces
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from train.run.calibration import calibrated_sites
-from train.run.loss import batch_shapes, loss_function
+from train.run.loss import loss_function, micro_batch_shapes
 from train.run.optimizer import make_optimizer, moment_block, moment_group
 from train.settings.config import FinetuneConfig, PretrainConfig
 from train.settings.methods import Method, Subspace, coordinate_bits
@@ -170,7 +170,7 @@ def _subspace(
         return None
     make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(config)
+    batch = micro_batch_shapes(config)
     model = jax.eval_shape(make, key)
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
     is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None

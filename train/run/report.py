@@ -15,7 +15,7 @@ import actjax
 from actjax._core.paths import named_leaves
 from actjax.optim.states.host_states import HOST
 from models import Decoder
-from train.run.loss import batch_shapes, loss_function, whole_batch_shapes
+from train.run.loss import loss_function, micro_batch_shapes, whole_batch_shapes
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import moments_on_host
 from train.run.step import TrainState, gradient_function, init_state
@@ -36,7 +36,7 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """
     loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(recipe.config)
+    batch = micro_batch_shapes(recipe.config)
     arguments = (state.model, batch, key, state.context)
 
     def stored_in_bases(*arguments: Any) -> jax.Array:

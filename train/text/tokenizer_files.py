@@ -134,12 +134,14 @@ def _read(path: pathlib.Path) -> Tokenizer:
     folder = path.parent
     settings = _Settings(folder)
     if path.suffix == ".model":
-        return SentencePieceTokenizer(
-            path.read_bytes(),
-            add_bos=bool(settings.config.get("add_bos_token", True)),
-            add_eos=bool(settings.config.get("add_eos_token", False)),
-            legacy=bool(settings.config.get("legacy", True)),
-            source=settings.source(path),
+        return settings.checked(
+            SentencePieceTokenizer(
+                path.read_bytes(),
+                add_bos=bool(settings.config.get("add_bos_token", True)),
+                add_eos=bool(settings.config.get("add_eos_token", False)),
+                legacy=bool(settings.config.get("legacy", True)),
+                source=settings.source(path),
+            )
         )
     if path.suffix == ".bin":
         raise ValueError(
@@ -243,12 +245,22 @@ class _Settings:
         named = [self.config.get(kind) for kind in kinds]
         return [name for token in (*named, *extra) if (name := _content(token)) is not None]
 
-    def add_tokens(self, inner: tokenizers.Tokenizer) -> None:
-        """Adds the tokens that the files list beside those of the vocabulary.
+    def checked(self, tokenizer: SentencePieceTokenizer) -> SentencePieceTokenizer:
+        """Returns a tokenizer, after a check that the files list no token that it lacks.
 
         Raises:
-          ValueError: a token does not get its listed id.
+          ValueError: they list one.
         """
+        for index, token in self._listed().items():
+            if int(index) >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"the files beside it add {_content(token)!r}, which it lacks: write a"
+                    " tokenizer.json there (`save_pretrained` of the tokenizer in transformers)."
+                )
+        return tokenizer
+
+    def _listed(self) -> dict[str, Any]:
+        """Returns the tokens that the files list beside those of the vocabulary, by id."""
         added = dict(self.config.get("added_tokens_decoder") or {})
         if not added:
             special = {_content(self.config.get(kind)) for kind in ("bos_token", "eos_token")}
@@ -256,6 +268,15 @@ class _Settings:
             for name, index in self._object("added_tokens.json").items():
                 flags = {"special": name in special, "normalized": name not in special}
                 added[str(index)] = {"content": name, **flags}
+        return added
+
+    def add_tokens(self, inner: tokenizers.Tokenizer) -> None:
+        """Adds the tokens that the files list beside those of the vocabulary.
+
+        Raises:
+          ValueError: a token does not get its listed id.
+        """
+        added = self._listed()
         present = inner.get_added_tokens_decoder()
         for index, token in sorted(added.items(), key=lambda item: int(item[0])):
             if int(index) in present:

@@ -161,7 +161,8 @@ def planned(folder, data="records.jsonl", template="{q}\\n{a}", tokenizer=None, 
         train = dataclasses.replace(train, options=MethodOptions())
     how = MeasureConfig(template=template, batches=1, keys=2, **changes)
     console = quiet()
-    config = PlanConfig(train, budget=budget, checkpoint=str(folder), measuring=how)
+    train = dataclasses.replace(train, checkpoint=str(folder))
+    config = PlanConfig(train, budget=budget, measuring=how)
     return run(config, console), console.file.getvalue()
 
 

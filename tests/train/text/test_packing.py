@@ -30,16 +30,6 @@ def examples_of(lengths: list[int]) -> list[Example]:
 EXAMPLES = examples_of(LENGTHS)
 
 
-def test_an_epoch_draws_each_source_in_proportion_to_its_weight():
-    examples = examples_of([9] * 40)
-    iterator = make(examples, batch_size=1, seq_len=8, shares=[(30, 1.0), (10, 3.0)])
-    drawn = [int(next(iterator)["inputs"][0, 0]) // 9 for _ in range(40)]  # An epoch.
-    iterator.close()
-    counts = np.bincount(drawn, minlength=40)
-    assert (counts[:30].sum(), counts[:30].max()) == (10, 1)
-    assert counts[30:].tolist() == [3] * 10
-
-
 def make(examples=EXAMPLES, **changes):
     options = {"batch_size": 2, "seq_len": 16, "seed": 0, "pad_id": PAD} | changes
     return packed_batches(examples, **options)
@@ -185,3 +175,13 @@ def test_examples_that_do_not_fit_are_refused(changes, match):
     for function in (make, validate):
         with pytest.raises(ValueError, match=match):
             function(**changes)
+
+
+def test_an_epoch_draws_each_source_in_proportion_to_its_weight():
+    examples = examples_of([9] * 40)
+    iterator = make(examples, batch_size=1, seq_len=8, shares=[(30, 1.0), (10, 3.0)])
+    drawn = [int(next(iterator)["inputs"][0, 0]) // 9 for _ in range(40)]  # An epoch.
+    iterator.close()
+    counts = np.bincount(drawn, minlength=40)
+    assert (counts[:30].sum(), counts[:30].max()) == (10, 1)
+    assert counts[30:].tolist() == [3] * 10
