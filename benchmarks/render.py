@@ -1,9 +1,10 @@
 """Writes the page of tables, the pictures and the marks in the docs from raw results.
 
-`python -m benchmarks.render` writes `docs/results/tables.md` from the committed results, says where
-the code that a result measures has changed since, draws the pictures whose results have changed,
-and marks links to the results of deleted studies in the documentation as historical, with the
-commit that made them and can repeat them.
+`python -m benchmarks.render` writes `docs/results/tables.md`, and the end of
+`docs/guides/recipes.md`, from the committed results, says where the code that a result measures has
+changed since, draws the pictures whose results have changed, and marks links to the results of
+deleted studies in the documentation as historical, with the commit that made them and can repeat
+them.
 """
 
 import math
@@ -14,12 +15,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ladder, memory, pictures, record, soak
+from benchmarks import ladder, memory, pictures, recipes, record, soak
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "tables.md"
+RECIPES_PAGE = ROOT / "docs" / "guides" / "recipes.md"
 HISTORICAL = {
     "anybody": "`compress` on models of twelve other libraries",
     "all_reduce": "bytes that data-parallel devices exchange",
@@ -87,6 +89,11 @@ SECTIONS = {
     "soak": Section("A run under random kills", soak.table, ("actjax", "models", "train")),
 }  # fmt: skip
 """By the names of their results, in the order of the page."""
+RECIPES = Section(
+    "Memory of each recipe", recipes.table,
+    ("actjax", "models", "train", "benchmarks/recipes.py"), "`pip install -e '.[programs,gpu]'`",
+)  # fmt: skip
+"""The end of the page of recipes."""
 
 
 def page(folder: pathlib.Path) -> str:
@@ -132,6 +139,13 @@ def _section(section: Section, result: dict[str, Any], path: pathlib.Path) -> li
     if picture.name in pictures.PICTURES:
         parts.append(f"![{section.title}](../../{relative.with_suffix('.png')})")
     return parts
+
+
+def page_of_recipes(text: str, folder: pathlib.Path) -> str:
+    """Returns the page of recipes with its last section written again."""
+    path = folder / "recipes.json"
+    section = _section(RECIPES, record.read(path), path)
+    return text.partition(f"## {RECIPES.title}\n")[0] + "\n\n".join(section) + "\n"
 
 
 def commit_of(name: str) -> str:
@@ -197,6 +211,8 @@ def main() -> None:
     """Writes pictures, page and marks."""
     pictures.draw_all([RESULTS, RESULTS / "quick"])
     PAGE.write_text(page(RESULTS), encoding="utf-8")
+    text = page_of_recipes(RECIPES_PAGE.read_text(encoding="utf-8"), RESULTS)
+    RECIPES_PAGE.write_text(text, encoding="utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md")):
         if path != PAGE and (text := path.read_text(encoding="utf-8")) != marked(text):
             path.write_text(marked(text), encoding="utf-8")
