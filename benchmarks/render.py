@@ -78,7 +78,6 @@ SECTIONS = {
     "ladder": Section(
         "One change at a time", ladder.table, (*_STEP, "benchmarks/ladder.py"), _COMPILES
     ),
-    "memory": Section("A step of `llama_130m`, compiled for a CPU", memory.table, _STEP),
     "memory_h100": Section(
         "A step of `llama_1b`, compiled for an H100", memory.table, _STEP, _COMPILES
     ),
