@@ -1,6 +1,7 @@
 """The pretraining program: runs, resumed runs, and settings that it refuses."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -34,6 +35,9 @@ from train.run import loss_scale
 from train.run.loop import BadRunError, NonFiniteError, run_program
 from train.run.metrics import read_metrics
 from train.run.saved_settings import changed_rate
+from train.run.sharding import make_mesh
+from train.run.state import shardings_of_run
+from train.run.step import init_state
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import MethodOptions
 from train.text.corpus import open_corpus
@@ -131,38 +135,51 @@ def test_a_run_is_a_model_that_programs_and_transformers_read(folder, unbroken):
     with torch.no_grad():
         logits = theirs(**ids).logits.numpy()
         text = theirs.generate(**ids, max_new_tokens=4)[0].tolist()
-    np.testing.assert_allclose(ours(np.array(prompt), compute_dtype="float32"), logits, atol=1e-4)
+    logits_of = jax.jit(lambda model, ids: model(ids, compute_dtype="float32"))
+    np.testing.assert_allclose(logits_of(ours, np.array(prompt)), logits, atol=1e-4)
     stop = (tokenizer.eos_id,)
     new = generate(ours, prompt, max_new_tokens=4, stop=stop, compute_dtype="float32")
     assert [*prompt[0], *new[0]] == [i for i in text if i not in stop]
 
 
-def test_training_goes_on_from_the_model_of_a_run(folder, unbroken):
+@pytest.fixture
+def begun(monkeypatch):
+    """Returns a function that prepares a run up to its first step: its recipe and parts."""
+    monkeypatch.setattr(pretrain, "begin", lambda config, recipe, *_, **parts: (recipe, parts))
+
+    def prepared(config):
+        recipe, parts = pretrain.prepare(config, quiet())
+        parts["batches"].close()
+        return recipe, parts
+
+    return prepared
+
+
+def test_training_goes_on_from_the_model_of_a_run(folder, unbroken, begun):
     whole, _ = unbroken
-    further = dataclasses.replace(
-        whole, model="llama_9m", checkpoint=str(whole.out), out=folder / "further", steps=1
-    )
-    further = dataclasses.replace(further, data=dataclasses.replace(whole.data, vocab_size=8192))
-    run(further, quiet())
-    first, *_ = read_metrics(further.out / "metrics.jsonl")
-    (last,) = [x for x in read_metrics(whole.out / "metrics.jsonl") if x["step"] == STEPS][-1:]
-    np.testing.assert_allclose(first["validation_loss"], last["validation_loss"], rtol=1e-5)
+    data = dataclasses.replace(whole.data, vocab_size=DataConfig.vocab_size)
+    further = {"model": PretrainConfig.model, "checkpoint": str(whole.out), "data": data}
+    recipe, parts = begun(dataclasses.replace(whole, out=folder / "further", **further))
+    assert recipe.config.pretrained  # It is evaluated first.
+    shapes = jax.eval_shape(functools.partial(init_state, recipe))
+    place = make_mesh("")
+    state = parts["first_state"](shardings_of_run(recipe, shapes, place))
+    jax.tree.map(np.testing.assert_array_equal, state.model, models.load(whole.out))
+    assert parts["tokenizer"].fingerprint == load_tokenizer(whole.out / "tokenizer").fingerprint
 
 
-def test_epochs_are_steps_over_all_rows_and_a_resumed_run_says_what_it_learns_at(folder, unbroken):
+def test_epochs_are_steps_over_all_rows_and_a_resumed_run_says_what_it_learns_at(
+    folder, unbroken, begun
+):
     whole, _ = unbroken
     config = dataclasses.replace(whole, out=folder / "epochs", steps=1000, epochs=0.5)
-    ready = pretrain.prepare(config, quiet())
-    ready.lock.close()
-    corpus = open_corpus(whole.data.data, folder)
-    tokens = sum(
-        len(ready_ids) + 1
-        for ready_ids in map(load_tokenizer(whole.out / "tokenizer").encode, corpus.train)
-    )
-    assert ready.config.steps == math.ceil(tokens / 2 / (whole.seq_len + 1) / whole.batch_size)
-    with pytest.raises(BadRunError, match="`--epochs` and `--steps` exclude each other"):
-        run(dataclasses.replace(config, steps=3), quiet())
-    line = changed_rate(whole.out, dataclasses.replace(ready.config, steps=2 * STEPS), STEPS)
+    recipe, _ = begun(config)
+    encode = load_tokenizer(whole.out / "tokenizer").encode
+    tokens = sum(len(encode(text)) + 1 for text in open_corpus(whole.data.data, folder).train)
+    assert recipe.config.steps == math.ceil(tokens / 2 / (whole.seq_len + 1) / whole.batch_size)
+    with pytest.raises(ValueError, match="`--epochs` and `--steps` exclude each other"):
+        begun(dataclasses.replace(config, steps=3))
+    line = changed_rate(whole.out, dataclasses.replace(recipe.config, steps=2 * STEPS), STEPS)
     assert re.fullmatch(r"the learning rate of step 13 is \S+, with the former settings \S+", line)
 
 
@@ -235,6 +252,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_never_saved(folder):
         run(dataclasses.replace(doomed, resume=True, log_every=1), quiet())
 
 
+@pytest.mark.slow
 def test_a_run_in_float16_resumes_with_equal_bits_and_stops_if_no_scale_fits(folder, monkeypatch):
     monkeypatch.setattr(loss_scale, "FIRST", 2.0**24)  # The first refresh step is skipped.
     options = MethodOptions(rank=4, gap=6)

@@ -80,7 +80,9 @@ def trained(one: Recipe, steps: int, scale: float | None = None):
 @pytest.mark.parametrize(
     ("make", "rtol"),
     [
-        (functools.partial(pretraining, "exact", accumulate=2), 0.015),
+        pytest.param(
+            functools.partial(pretraining, "exact", accumulate=2), 0.015, marks=pytest.mark.slow
+        ),
         (finetuning, 0.015),
         # Its codes have the keys of later steps.
         pytest.param(functools.partial(pretraining, "lean"), 0.05, marks=pytest.mark.slow),
