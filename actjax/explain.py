@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from actjax._core.tags import Tag
 from actjax.codecs import Exact
@@ -73,9 +74,7 @@ class Explanation:
         return [dataclasses.asdict(r) for r in self.residuals]
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=400).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self.__rich__(), 400)
 
     def __rich__(self) -> Table:
         """Returns the table. Arguments share a row, and so do arrays below 0.1% of the total."""
@@ -93,7 +92,9 @@ class Explanation:
             if r not in small:
                 shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
                 sizes = bytes_text(r.exact_bytes), bytes_text(r.stored_bytes)
-                table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
+                # `Text`, since names of a user may look like rich's markup and emoji.
+                cells = f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason
+                table.add_row(*map(Text, cells))
         summaries = (
             ("small arrays", small, "below a thousandth of the total each"),
             ("arguments, constants", alive, _ALIVE),
@@ -227,3 +228,11 @@ def bytes_text(count: float) -> str:
     """Formats a number of bytes for a reader."""
     power = min(3, max(0, int(math.log2(max(count, 1))) // 10))
     return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {'KMG'[power - 1]}iB"
+
+
+def as_text(table: RenderableType, width: int) -> str:
+    """Returns a table of rich as plain text, the same on every terminal and in a notebook."""
+    text = io.StringIO()
+    # Within Jupyter, rich would show the table there and leave the file empty.
+    Console(file=text, width=width, force_jupyter=False, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

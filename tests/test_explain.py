@@ -317,6 +317,16 @@ def test_small_foreign_arrays_share_a_line():
     assert "cos:" not in text
 
 
+def test_the_table_is_the_same_text_in_notebooks_and_terminals_and_names_are_no_markup(monkeypatch):
+    row = Residual("dot", "[bold]a:100:", (2,), "float32", 8, 8, "", FOREIGN)
+    explanation = Explanation((row,))
+    table = str(explanation)
+    assert "dot: [bold]a:100:" in table
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(explanation) == table
+
+
 def test_bytes_are_printed_in_the_unit_that_fits():
     texts = {0: "0 B", 1: "1 B", 1023: "1023 B", 1024: "1.00 KiB", 2**20: "1.00 MiB",
              3 * 2**30: "3.00 GiB", 2**45: "32768.00 GiB"}  # fmt: skip

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import math
 import re
 import warnings
@@ -14,12 +13,13 @@ from jax.core import Tracer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from actjax.choosing.alternatives import Alternatives, Memory
 from actjax.choosing.choice import KEEP, Choice, coded_function, preferred
 from actjax.choosing.measure import BoundLoss
 from actjax.codecs import Quantized
-from actjax.explain import bytes_text
+from actjax.explain import as_text, bytes_text
 from actjax.residuals.candidates import Candidate
 from actjax.residuals.checks import check_function
 
@@ -258,9 +258,7 @@ class Compressed:
         return _tables(self.choice, self._arrays)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=200).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self.__rich__(), 200)
 
 
 def _without_derivative(x: Any) -> Any:
@@ -283,9 +281,9 @@ def _tables(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Table:
     for name in ("way", "memory", "gradient error", "computed again"):
         ways.add_column(name, justify="left" if name == "way" else "right")
     for t in choice.tried:
-        mark = "[bold]" if t.name == choice.name else ""
+        style = "bold" if t.name == choice.name else ""
         again = "none" if not t.recomputed else f"{_percent(t.recomputed)} of the forward pass"
-        ways.add_row(f"{mark}{t.name}", bytes_text(t.memory), _percent(t.error), again)
+        ways.add_row(Text(t.name, style), bytes_text(t.memory), _percent(t.error), again)
     outer.add_row(ways)
     if choice.bits:
         outer.add_row(_arrays_table(choice, arrays))
@@ -320,7 +318,8 @@ def _arrays_table(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Ta
     table.add_column("as")
     for name, size, count, exact, stored, words in sorted(rows, key=lambda row: -row[3]):
         sizes = bytes_text(exact), bytes_text(stored)
-        table.add_row(name, size, str(count), *sizes, " or ".join(words))
+        # `Text`, since names of a user may look like rich's markup and emoji.
+        table.add_row(*map(Text, (name, size, str(count), *sizes, " or ".join(words))))
     return table
 
 
