@@ -13,6 +13,8 @@ settings, such as `--data`, go into that command.
 
 With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
 its memory, and the bytes that it gathers, reduces and moves in a step.
+
+The methods lora, qlora and hyc_lora are those of train.finetune, with a checkpoint or a preset.
 """
 
 import dataclasses
@@ -41,9 +43,17 @@ from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
-from train.settings.config import DataConfig, PretrainConfig
+from train.settings.config import AdapterConfig, DataConfig, PretrainConfig
 from train.settings.messages import naming_flag
-from train.settings.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
+from train.settings.methods import METHODS as ALL_METHODS
+from train.settings.options import (
+    ADAPTERS,
+    FLAG_METHODS,
+    FULL_WEIGHTS,
+    flag_name,
+    given_fields,
+    used_options,
+)
 from train.settings.resolve import dimensions, resolve
 from train.text.tokenizer_files import load_tokenizer
 
@@ -51,9 +61,20 @@ ALL = "all"
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedAdapters(AdapterConfig):
+    """Adapters without the settings that the memory of a step does not depend on."""
+
+    lora_alpha: tyro.conf.Fixed[float] = AdapterConfig.lora_alpha
+    calibration_batches: tyro.conf.Fixed[int] = AdapterConfig.calibration_batches
+    recalibrate_every: tyro.conf.Fixed[int] = AdapterConfig.recalibrate_every
+    merge: tyro.conf.Fixed[bool] = AdapterConfig.merge
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedConfig(PretrainConfig):
     """A run without the settings that its step does not depend on."""
 
+    adapter: PlannedAdapters = PlannedAdapters()
     distributed: tyro.conf.Fixed[bool] = False
     out: tyro.conf.Fixed[pathlib.Path | None] = None
     resume: tyro.conf.Fixed[bool] = False
@@ -91,6 +112,7 @@ class PlanConfig:
             *("method", "batch_size", "seq_len", "weight_dtype", "steps"),
         ),
         "Measuring": ("measuring",),
+        "Adapters": ("adapter",),
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
     }
     """Order of the help page."""
@@ -113,6 +135,11 @@ class PlanConfig:
         flags = [flag_name(name) for name in given_fields(self.measuring)]
         if flags and not self.train.checkpoint:
             raise ValueError(f"`{flags[0]}` needs trained weights: add `--checkpoint`.")
+        if flags and self.train.method in ADAPTERS:
+            raise ValueError(
+                f"`{flags[0]}` compares gradients of all weights, and `--method"
+                f" {self.train.method}` trains adapters: drop one of both."
+            )
         if self.measuring.error and not self.budget:
             raise ValueError(
                 f"`--error {self.measuring.error}` is for the search of `--budget`: add `--budget`,"
@@ -139,7 +166,9 @@ class PlanConfig:
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
-        methods = {ALL: "every method", **PretrainConfig.choices()["--method"]}
+        methods = {ALL: "every method that trains all weights"}
+        methods |= PretrainConfig.choices()["--method"]
+        methods |= {name: ALL_METHODS[name].summary for name in ADAPTERS}
         cards = {name: f"{card.name}, {card.memory // GIB} GiB" for name, card in DEVICES.items()}
         devices = {HERE: "the devices of this machine", **cards}
         return {**PretrainConfig.choices(), "--method": methods, "--device": devices}

@@ -1,11 +1,13 @@
 """The planner, on models that this machine compiles in a second."""
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
 
 import hub_cache
+import jax
 import pytest
 from tiny import CONFIG as TINY
 
@@ -14,18 +16,21 @@ from models.huggingface import fields_of
 from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import plan
-from train.plan import ALL, PlanConfig, run
+from train.plan import ALL, PlanConfig, PlannedAdapters, PlannedConfig, run
 from train.plan import parse_budget as parse_bytes
 from train.planning.devices import HERE
 from train.planning.estimate import Compiled, Plan, compile_plan, make_plan
+from train.planning.measured import MeasureConfig
 from train.planning.stages import stages
 from train.planning.tables import flags, rare_settings
-from train.run.report import StepMemory
+from train.run.recipe import build_recipe
+from train.run.report import StepMemory, explain_step, step_memory
+from train.run.step import init_state
 from train.settings import cli
-from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
+from train.settings.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import FULL_WEIGHTS, MethodOptions
-from train.settings.resolve import dimensions
+from train.settings.resolve import dimensions, resolve
 from train.text.trained_tokenizer import train_bpe
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
@@ -199,6 +204,29 @@ def test_all_methods_that_train_weights_are_planned_with_their_options(planned, 
     assert [config.method for config in planned] == list(FULL_WEIGHTS)
     subspaces = [config.method for config in planned if config.options.gap == 5]
     assert subspaces == ["subspace", "galore", "random_projection", "lean_subspace"]
+
+
+def test_a_plan_of_adapters_is_that_of_their_step(tiny):
+    adapter = PlannedAdapters(lora_rank=2, targets=("q", "down"))
+    train = PlannedConfig(**{f.name: getattr(tiny, f.name) for f in dataclasses.fields(tiny)})
+    train = dataclasses.replace(train, method="qlora", adapter=adapter, weight_dtype="bfloat16")
+    done, text = printed(PlanConfig(train))
+    assert done
+    assert "weights NF4 and bfloat16" in " ".join(text.split())
+    assert "qlora --lora-rank 2 --targets q down" in " ".join(text.split())
+    tuned = FinetuneConfig("qlora", checkpoint="tiny", batch_size=4, seq_len=16,
+                           compute_dtype="float32", adapter=adapter)  # fmt: skip
+    recipe = build_recipe(resolve(tuned, TINY, "bfloat16"))
+    state = jax.eval_shape(functools.partial(init_state, recipe))
+    memory = step_memory(recipe, state, explain_step(recipe, state))
+    assert make_plan(train, HERE).memory == memory
+    with pytest.raises(ValueError, match="`--lora-rank 2` has no effect"):
+        run(PlanConfig(dataclasses.replace(train, method="exact")), quiet())
+    with pytest.raises(ValueError, match="`--measure` compares gradients of all weights"):
+        PlanConfig(
+            dataclasses.replace(train, checkpoint="c", model=PretrainConfig.model),
+            measuring=MeasureConfig(True),
+        )
 
 
 def test_bad_settings_and_settings_without_effect_are_refused():

@@ -32,6 +32,7 @@ from train.run.sharding import (
 )
 from train.run.step import TrainState, init_state, make_refresh_step, make_train_step
 from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.options import ADAPTERS
 from train.settings.resolve import dimensions
 
 _BUS = 25e9
@@ -128,7 +129,8 @@ def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
 
 def _of_gradient(config: PretrainConfig) -> PretrainConfig:
     """Returns settings without those that the gradient does not depend on."""
-    return dataclasses.replace(_without_optimizer(config), in_backward=False)
+    in_backward = None if config.method in ADAPTERS else False
+    return dataclasses.replace(_without_optimizer(config), in_backward=in_backward)
 
 
 # Neighbouring plans of a search differ in few settings, and tracing a model takes 1 to 2 seconds.

@@ -13,6 +13,7 @@ from train.planning.estimate import Compiled
 from train.planning.gpus import GIB
 from train.run.sharding import mesh_sizes
 from train.settings.config import PretrainConfig
+from train.settings.methods import METHODS
 from train.settings.options import RARE, flag_name, given_fields, shown_flag
 from train.settings.resolve import dimensions
 
@@ -32,9 +33,11 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     """
     unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
     device += f" x {train.mesh}, of each device" if train.mesh else ""
+    four_bit = METHODS[rows[0].plan.config.method].four_bit  # Of the only row.
+    dtype = f"NF4 and {train.weight_dtype}" if four_bit else train.weight_dtype
     title = (
         f"{train.title}, vocabulary of {dimensions(train).vocab_size:,},"
-        f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f" {train.batch_size} x {train.seq_len}, weights {dtype},"
         f" compiled for {device}; {name}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
@@ -106,7 +109,9 @@ def chosen_flags(config: PretrainConfig) -> str:
         in_backward=config.in_backward,
         optimizer=dataclasses.replace(neutral.optimizer, **memory),
     )
-    return flags(chosen).removeprefix("--method ")
+    adapter = getattr(config, "adapter", None)  # A plan of train.plan has one.
+    of_adapter = [] if adapter is None else _flags(adapter)
+    return " ".join([flags(chosen).removeprefix("--method "), *map(shlex.quote, of_adapter)])
 
 
 def _flags(config: Any) -> Iterator[str]:

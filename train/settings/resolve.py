@@ -154,7 +154,8 @@ def resolve(
         other or are out of range.
     """
     method = methods.method(config.method)
-    adapter = config.adapter if isinstance(config, FinetuneConfig) else None
+    # A plan has settings of adapters too, whichever program its step belongs to.
+    adapter: AdapterConfig | None = getattr(config, "adapter", None)
     if method.adapters and adapter is None:
         raise ValueError(
             f"`--method {config.method}` trains adapters of a checkpoint: use train.finetune."
@@ -193,7 +194,7 @@ def resolve(
         "adapter": adapter if method.adapters else None,
         "preference": _preference(config),
         "pretrained": bool(config.checkpoint),
-        "packed": isinstance(config, FinetuneConfig),
+        "packed": method.adapters or isinstance(config, FinetuneConfig),
     }
     return ResolvedConfig(**{**shared, **resolved})
 
