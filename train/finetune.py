@@ -89,6 +89,7 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         size = config.model_config.vocab_size
         remark = fit_vocabulary(tokenizer, flag, config.title, size)
         folder = user_config.tokenizer or checkpoint
+        console.print("reading the examples", style="dim")
         examples = open_examples(
             user_config.data,
             tokenizer,

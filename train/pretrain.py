@@ -73,6 +73,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         config = resolve(user_config, dimensions(user_config), dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
+    console.print("reading the text and its tokenizer", style="dim")
     opened = hosts.main_first(functools.partial(_open_text, user_config.data, checkpoint))
     corpus, tokenizer = opened
     with hosts.failing_together():

@@ -239,7 +239,7 @@ def no_steps(monkeypatch):
     compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
     memory = SimpleNamespace(with_workspace=lambda _: None)
     for name, result in (("explain_step", 1), ("compile_step", compiled), ("step_memory", memory),
-                         ("print_opening", None)):  # fmt: skip
+                         ("print_tables", None)):  # fmt: skip
         monkeypatch.setattr(begin, name, lambda *_, result=result: result)
 
 

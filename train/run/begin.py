@@ -23,7 +23,7 @@ from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
-from train.run.report import explain_step, print_opening, step_memory
+from train.run.report import explain_step, print_model, print_tables, step_memory
 from train.run.saved_settings import as_json, changed_rate, changed_settings, write_settings
 from train.run.sharding import reformatted, with_sharding
 from train.run.state import shardings_of_run
@@ -91,6 +91,8 @@ def begin(
     }
     identity = as_json(parts)
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
+    print_model(console, recipe, shapes)
+    console.print("compiling a step, which takes a minute or more on a CPU", style="dim")
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
     hosts.check_equal(_shared_settings(user_config, identity))
@@ -113,11 +115,11 @@ def begin(
         train_step = compile_step(recipe, mesh, shapes, shardings)
         memory = step_memory(recipe, shapes, explanation)
         temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-        print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
+        print_tables(console, recipe, explanation, memory.with_workspace(temporaries))
         for warning in config.warnings:
             console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
         for line in (summary, *remarks):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, emoji=False)
         if state is None:
             state = first_state(shardings)
         else:

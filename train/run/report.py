@@ -172,14 +172,8 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     return sizes
 
 
-def print_opening(
-    console: Console,
-    recipe: Recipe,
-    state: TrainState,
-    explanation: actjax.Explanation,
-    memory: StepMemory,
-) -> None:
-    """Prints the model, what each site stores, and the memory of a step by category."""
+def print_model(console: Console, recipe: Recipe, state: TrainState) -> None:
+    """Prints the model and the method, which are known before anything is traced."""
     config, model_config = recipe.config, recipe.config.model_config
     shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -197,8 +191,14 @@ def print_opening(
     if config.trains_bfloat16:
         how = {"nearest": "to nearest", "stochastic": "stochastically"}[config.weight_rounding]
         console.print(f"weights: bfloat16, rounded {how} after each update")
+
+
+def print_tables(
+    console: Console, recipe: Recipe, explanation: actjax.Explanation, memory: StepMemory
+) -> None:
+    """Prints what each site stores, and the memory of a step by category."""
     console.print(explanation)
-    compares = config.lora is None and config.method != "exact"
+    compares = recipe.config.lora is None and recipe.config.method != "exact"
     console.print(memory_table(memory, exact_memory(recipe) if compares else None))
 
 

@@ -17,7 +17,8 @@ from train.run.report import (
     exact_memory,
     explain_step,
     gradient_bytes,
-    print_opening,
+    print_model,
+    print_tables,
     step_memory,
 )
 from train.run.step import init_state
@@ -139,7 +140,8 @@ def test_8_bit_states_take_a_quarter():
 def opening(**changes) -> str:
     console, one = Console(file=io.StringIO(), width=140), recipe(**changes)
     state, total = shapes(one), memory(**changes).with_workspace(10**9)
-    print_opening(console, one, state, explained(**changes), total)
+    print_model(console, one, state)
+    print_tables(console, one, explained(**changes), total)
     return console.file.getvalue()
 
 
