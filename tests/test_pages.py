@@ -17,7 +17,6 @@ PAGES = {
 WITH_EXTRAS = [name for name, path in PAGES.items() if SNIPPETS["needs_extras"](path)]
 # Packages that the extra `test` does not bring, and the extra that does.
 OPTIONAL = {
-    "docs/examples/graph.md": ("jraph", "examples"),
     "docs/guides/kernels.md": ("jax_triton", "triton"),
 }
 

@@ -100,7 +100,7 @@ class EvaluateConfig:
 
     checkpoint: pathlib.Path
     """Hugging Face checkpoint: its folder (config.json and safetensors), or its name at the Hub,
-    such as Qwen/Qwen3-0.6B."""
+    such as Qwen/Qwen3-0.6B. Or the folder of a run, also of one that trained an adapter."""
     download: tyro.conf.FlagCreatePairsOff[bool] = False
     """Download a checkpoint of the Hugging Face Hub into its cache, as far as it is not there."""
     tokenizer: pathlib.Path | None = None

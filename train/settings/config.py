@@ -393,7 +393,8 @@ class FinetuneConfig(RunConfig):
 
     checkpoint: str = ""
     """Required: a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its tokenizer: its
-    folder, or its name at the Hub, such as Qwen/Qwen3-0.6B."""
+    folder, or its name at the Hub, such as Qwen/Qwen3-0.6B. Or the folder of a run with a
+    model."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
     of the checkpoint."""
