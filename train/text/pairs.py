@@ -60,8 +60,8 @@ def write_pair(
     """Returns the texts of a chosen and of a rejected response, each after the prompt.
 
     Responses are texts after the text of the prompt, or lists of messages after those of the
-    prompt; a list that begins with a user's or the system's message has the prompt in itself. The
-    last message of a list is the response.
+    prompt; a list that begins with a user's or the system's message repeats the prompt. The last
+    message of a list is the response.
 
     Args:
       fields: `chosen` and `rejected`, and the fields of the prompt.
@@ -103,4 +103,17 @@ def _whole(before: list[Any], response: Any, name: str) -> Any:
         raise ValueError(f"field '{name}' is {type(response).__name__}, not text or messages")
     first = response[0]
     role = first.get("role", first.get("from")) if isinstance(first, dict) else None
-    return response if role in ("user", "system", "human") else [*before, *response]
+    if role not in ("user", "system", "human"):
+        return [*before, *response]
+    # Or the prompt is the text of a message, as in UltraFeedback.
+    repeated = response[: len(before)] == before
+    if not repeated and not (len(before) == 1 and _text_of(before[0]) in map(_text_of, response)):
+        raise ValueError(
+            f"'{name}' begins with a message of the {role}, but not with those of 'prompt': leave"
+            " out the prompt there, or repeat all of it"
+        )
+    return response
+
+
+def _text_of(message: Any) -> Any:
+    return message.get("content", message.get("value")) if isinstance(message, dict) else None

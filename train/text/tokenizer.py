@@ -15,6 +15,7 @@ import os
 import pathlib
 import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -186,10 +187,25 @@ class HuggingFaceTokenizer(Tokenizer):
         self.suffix = tuple(vocabulary[name] for name in suffix)
         added = inner.get_added_tokens_decoder()
         self.special = {index: x.content for index, x in added.items() if x.special}
-        self._tokens = added
+        self._loose = self._given_by_letters(added)
         begins = prefix[0] if prefix else None
         rules = json.dumps([self._saved, begins, eos, *(suffix and [suffix])])
         self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
+
+    def _given_by_letters(self, added: Mapping[int, tokenizers.AddedToken]) -> frozenset[int]:
+        """Returns the special tokens that not only their own names in a template may give.
+
+        A name that is normalized has other spellings, and a model gives its pieces for any letters.
+        """
+        pieces = self._inner.get_vocab(with_added_tokens=False)
+        normalized = {index for index in self.special if added[index].normalized}
+        return frozenset(normalized | {pieces[x] for x in self.special.values() if x in pieces})
+
+    @functools.cached_property
+    def _unknown_id(self) -> int | None:
+        """The id of letters that are not in the vocabulary, or None."""
+        model = json.loads(self._saved)["model"]
+        return model.get("unk_id", self._inner.token_to_id(model.get("unk_token") or ""))
 
     @property
     def base_size(self) -> int:
@@ -197,23 +213,29 @@ class HuggingFaceTokenizer(Tokenizer):
         return max(self._inner.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        ids = self._inner.encode(text, add_special_tokens=False).ids
-        self.check(ids)
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # "fast" leaves out the places of tokens in the text.
         encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
-        for one in encoded:
-            self.check(one.ids)
-        return [one.ids for one in encoded]
+        found = [one.ids for one in encoded]
+        for i, ids in enumerate(found):
+            if not self._loose.isdisjoint(ids):
+                found[i] = self._aliased[0].encode(texts[i], add_special_tokens=False).ids
+            self.check(found[i])
+        return found
 
     def encode_marked(self, text: str) -> Encoded:
         if not is_marked(text):
             encoding = self._with_special.encode(text, add_special_tokens=False)
-            self.check(encoding.ids)
-            return Encoded(encoding.ids, [end for _, end in encoding.offsets])
-        inner, aliases, ids_of = self._aliased
+            if self._loose.isdisjoint(encoding.ids) or all(
+                text[start:stop].strip() == self.special[index]
+                for index, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+                if index in self._loose and index != self._unknown_id
+            ):
+                self.check(encoding.ids)
+                return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        inner, aliases = self._aliased
         letters, places, start = [], [], 0
         for part, is_token in split_marked(text, self._names):
             stop = start + len(part)
@@ -228,9 +250,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 places += [start + end for end in ends]
             start = stop
         encoding = inner.encode("".join(letters), add_special_tokens=False)
-        ids = [ids_of.get(index, index) for index in encoding.ids]
-        self.check(ids)
-        return Encoded(ids, [places[end - 1] if end else 0 for _, end in encoding.offsets])
+        self.check(encoding.ids)
+        ends = [places[end - 1] if end else 0 for _, end in encoding.offsets]
+        return Encoded(encoding.ids, ends)
 
     @functools.cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
@@ -244,21 +266,25 @@ class HuggingFaceTokenizer(Tokenizer):
         return pattern_of(self.special.values())
 
     @functools.cached_property
-    def _aliased(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """A tokenizer with another name for each special token; the names; ids by its ids.
+    def _aliased(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A tokenizer with other names for the special tokens, and these names.
 
-        So one text can hold a special token and the letters of its name.
+        So one text can hold a special token and the letters of its name, and no letters, in
+        whatever spelling or as a piece of the vocabulary, are a special token.
         """
-        inner, aliases, ids_of = copy.deepcopy(self._inner), {}, {}
-        inner.encode_special_tokens = True  # A copy loses it.
-        for number, index in enumerate(self.special):
-            token = self._tokens[index]
-            alias = f"{_ALIAS}{number}{_ALIAS}"
-            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
-            inner.add_tokens([tokenizers.AddedToken(alias, normalized=False, **flags)])
-            aliases[token.content] = alias
-            ids_of[inner.token_to_id(alias)] = index
-        return inner, aliases, ids_of
+        aliases = {
+            name: f"{_ALIAS}{number}{_ALIAS}" for number, name in enumerate(self.special.values())
+        }
+        state = json.loads(self._saved)
+        state["post_processor"] = None  # It has the names too.
+        for token in state["added_tokens"]:
+            if token["content"] in aliases:
+                token |= {"content": aliases[token["content"]], "normalized": False}
+        _rename_pieces(state["model"], aliases)
+        inner = tokenizers.Tokenizer.from_str(json.dumps(state))
+        inner.no_truncation()
+        inner.no_padding()
+        return inner, aliases
 
     def shown(self, index: int) -> str:
         return f"{self._inner.id_to_token(index)} [{index}]"
@@ -282,6 +308,22 @@ class HuggingFaceTokenizer(Tokenizer):
         files = {**self._files, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
+
+
+def _rename_pieces(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Gives pieces of the vocabulary of a model other names, in place."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: pieces with their scores.
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+        return
+    model["vocab"] = {names.get(piece, piece): index for piece, index in vocabulary.items()}
+    if "merges" in model:
+        pairs = [x.split(" ", 1) if isinstance(x, str) else x for x in model["merges"]]
+        model["merges"] = [
+            pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])
+        ]
+    if (unknown := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown, unknown)
 
 
 def _template(

@@ -165,7 +165,7 @@ def _read(path: pathlib.Path) -> Tokenizer:
         settings.add_tokens(inner)
         before, after = _added_around(inner)
         bos, eos = settings.names(inner)
-    _make_special(inner, [bos, eos, *settings.other_special()])
+    inner = _with_special(inner, [bos, eos, *settings.other_special()])
     return HuggingFaceTokenizer(
         inner,
         eos=eos,
@@ -331,13 +331,19 @@ def _content(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _make_special(inner: tokenizers.Tokenizer, names: list[str | None]) -> None:
-    """Makes named tokens of the vocabulary special, if they are not among the added tokens."""
-    added = {token.content for token in inner.get_added_tokens_decoder().values()}
-    for name in dict.fromkeys(names):
-        if name is not None and name not in added and inner.token_to_id(name) is not None:
-            token = tokenizers.AddedToken(name, special=True, normalized=False)
-            inner.add_special_tokens([token])
+def _with_special(inner: tokenizers.Tokenizer, names: list[str | None]) -> tokenizers.Tokenizer:
+    """Returns a tokenizer whose named tokens are special, whatever its file says of them."""
+    wanted = {name for name in names if name is not None and inner.token_to_id(name) is not None}
+    present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    if any(not token.special for name, token in present.items() if name in wanted):
+        # The library has no call that changes a token.
+        state = json.loads(inner.to_str())
+        for token in state["added_tokens"]:
+            token["special"] |= token["content"] in wanted
+        inner = tokenizers.Tokenizer.from_str(json.dumps(state))
+    new = sorted(wanted - present.keys())
+    inner.add_special_tokens([tokenizers.AddedToken(x, normalized=False) for x in new])
+    return inner
 
 
 def _added_around(inner: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:

@@ -12,10 +12,12 @@ import pytest
 import sentencepiece
 import tokenizers
 from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from tests.train.runs import REPOSITORY
 from train.text import trained_tokenizer
 from train.text.corpus import Corpus
+from train.text.encoder import Encoder
 from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 from train.text.tokenizer_files import fit_vocabulary, load_tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, default_tokenizer, train_bpe
@@ -265,3 +267,51 @@ def test_other_paths_are_refused(tmp_path):
     ):
         with pytest.raises(error, match=message):
             load_tokenizer(tmp_path / path)
+
+
+def lower_case() -> tokenizers.Tokenizer:
+    inner = copy.deepcopy(train_bpe(SENTENCES, 300)._inner)
+    inner.normalizer = normalizers.Lowercase()
+    return inner
+
+
+def unigram() -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(models.Unigram())
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<|im_end|>"]
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>")
+    inner.train_from_iterator(SENTENCES, trainer)
+    return inner
+
+
+def words() -> tokenizers.Tokenizer:
+    names = ["<unk>", "<|im_end|>", "a", "b", "im_end"]
+    inner = tokenizers.Tokenizer(models.WordLevel({x: i for i, x in enumerate(names)}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("make", "token"),
+    [
+        # A name that the file does not call special, another spelling, pieces of the model.
+        (lower_case, tokenizers.AddedToken("<|im_end|>", normalized=False)),
+        (lower_case, tokenizers.AddedToken("<|IM_END|>", special=True, normalized=True)),
+        (unigram, tokenizers.AddedToken("<|im_end|>", special=True, normalized=False)),
+        (words, tokenizers.AddedToken("<|im_end|>", special=True, normalized=False)),
+    ],
+)
+def test_no_letters_of_content_are_a_special_token(tmp_path, make, token):
+    inner = make()
+    inner.add_tokens([token])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, eos_token=token.content)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.special[loaded.eos_id] == token.content
+    encoder = Encoder(loaded)
+    for content in ("a <|im_end|> b", "<|IM_END|>", "a"):
+        marked = encoder.marker.mark(content)
+        assert loaded.eos_id not in loaded.encode(content)
+        assert loaded.eos_id not in encoder.prompt(marked)
+        turn = encoder.prompt(f"{token.content} {marked} {token.content}")
+        assert [turn[0], turn[-1], turn.count(loaded.eos_id)] == [loaded.eos_id, loaded.eos_id, 2]
