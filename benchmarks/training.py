@@ -18,7 +18,7 @@ from benchmarks.timing import Advancing, interleaved
 from benchmarks.training_steps import compiled_memory
 from benchmarks.variants import Variant
 from train import finetune, pretrain
-from train.run.loop import NonFiniteError, Run, StopSignal, train
+from train.run.loop import NonFiniteError, Run, train
 from train.run.metrics import read_metrics
 from train.run.report import explain_step, tree_bytes
 from train.settings.config import FinetuneConfig, PretrainConfig
@@ -59,9 +59,8 @@ def trained(settings: Settings) -> dict[str, Any]:
         **compiled_memory(run.train_step),
     }
     try:
-        with StopSignal() as stop:
-            if train(run, console, stop) < settings.steps:
-                raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
+        if train(run, console) < settings.steps:
+            raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
         lines = read_metrics(folder / "metrics.jsonl")
     except NonFiniteError as error:
         # The remaining message says where the checkpoint is, which is deleted below.

@@ -26,7 +26,7 @@ def find_checkpoint(
       ValueError: the path is a file, or a run that has no model yet.
     """
     folder, name = pathlib.Path(path).expanduser(), str(path)
-    if folder.exists() or not hub.is_repository(name):
+    if not hub.is_remote(name):
         return _folder(folder)
     found = hub.download(name, weights) if download else hub.cached(name)
     advice = f"add `--download`, or run `hf download {name}`."
@@ -94,7 +94,20 @@ def _folder(folder: pathlib.Path) -> pathlib.Path:
                 " 0.2.0, `models.huggingface.save(models.llama2c.load(FILE), FOLDER)`."
             )
         raise ValueError(f"the checkpoint '{folder}' is a file: {advice}")
-    return _of_run(folder) if (folder / "checkpoints").is_dir() else folder
+    if (folder / "checkpoints").is_dir():
+        return _of_run(folder)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"'{folder}' is an adapter of {_base_of(folder)}, and no model: pass that checkpoint."
+            f" train.evaluate takes the adapter as `--adapter {folder}`; train.finetune needs both"
+            " merged (`--merge` of the run that trained it)."
+        )
+    return folder
+
+
+def _base_of(adapter: pathlib.Path) -> str:
+    """Returns the name of the checkpoint that an adapter belongs to."""
+    return repr(read_object(adapter / "adapter_config.json").get("base_model_name_or_path"))
 
 
 def _of_run(folder: pathlib.Path) -> pathlib.Path:
@@ -109,8 +122,9 @@ def _of_run(folder: pathlib.Path) -> pathlib.Path:
         return folder / "model"
     if (folder / "adapter").is_dir():
         raise ValueError(
-            f"'{folder}' is a run that trained an adapter: pass the checkpoint that it belongs to,"
-            f" and '{folder / 'adapter'}' as the adapter, or merge both first (`--merge`)."
+            f"'{folder}' is a run that trained an adapter, which belongs to"
+            f" {_base_of(folder / 'adapter')}. Merge both first: repeat the command of the run with"
+            " `--resume --merge`."
         )
     raise ValueError(
         f"'{folder}' is a run without an exported model, which its end writes: finish it, or make"

@@ -18,6 +18,11 @@ _WEIGHTS = ("model*.safetensors", INDEX)
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
+def is_remote(name: str) -> bool:
+    """Returns whether a name is a repository of the Hub, and no file or folder of this machine."""
+    return is_repository(name) and not pathlib.Path(name).expanduser().exists()
+
+
 def is_repository(name: str) -> bool:
     """Returns whether a text has the form of a repository, such as "Qwen/Qwen3-0.6B"."""
     return bool(re.fullmatch(f"{_PART}/{_PART}", name)) and not re.search(r"--|\.\.|\.git$", name)

@@ -21,10 +21,11 @@ from models.likelihoods import log_likelihoods
 from train.evaluation.config import EvaluateConfig
 from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
-from train.run.export import adapter_of_run
+from train.run.export import MODEL, adapter_of_run, method_of_run
 from train.run.loop import make_console, reporting_errors, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
+from train.settings.methods import METHODS
 from train.text.chat import open_chat_template, template_arguments
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
@@ -91,7 +92,8 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         report[config.asked.task] = _score_questions(ready, console)
     if ready.beginning is not None:
         report["generated"] = text = _write(ready, [ready.beginning], [0], 1)[0]
-        _say(console, config.writing.generate or "", end="", style="dim")
+        end = "\n" if config.writing.chat else ""  # An answer is no continuation of the question.
+        _say(console, config.writing.generate or "", end=end, style="dim")
         _say(console, text)
     return report
 
@@ -117,6 +119,8 @@ def prepare(config: EvaluateConfig) -> Evaluation:
             four_bit = four_bit or config.four_bit
             found = {"checkpoint": base, "adapter": adapter, "four_bit": four_bit}
             config = dataclasses.replace(config, **found)
+        elif config.four_bit and config.adapter is None:
+            _check_not_merged(config.checkpoint.expanduser())
         checkpoint = find_checkpoint(config.checkpoint, config.download)
         config = dataclasses.replace(config, checkpoint=checkpoint)
         model_config, _ = read_dimensions(checkpoint)
@@ -158,6 +162,16 @@ def prepare(config: EvaluateConfig) -> Evaluation:
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     remarks = [tokenizer.describe(), remark, asker.remark()]
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning, remarks)
+
+
+def _check_not_merged(folder: pathlib.Path) -> None:
+    """Raises a `ValueError` if the model of a run has the 4-bit weights of its method already."""
+    method = method_of_run(folder.parent if folder.name == MODEL else folder)
+    if method is not None and METHODS[method].four_bit:
+        raise ValueError(
+            f"'{folder}' has a model that is merged with 4-bit weights, and `--four-bit` would"
+            " round it again: drop `--four-bit`."
+        )
 
 
 def _check_out(out: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
-from models.hub import is_repository
+from models.hub import is_remote
 from models.lora import quantize
 from train.run import hosts
 from train.run.begin import begin, in_epochs
@@ -191,8 +191,8 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     recipe, state = run.recipe, run.state
     if recipe.method.four_bit:
         console.print(
-            "the adapter was trained with 4-bit weights and fits them best: evaluate it with"
-            " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
+            "the adapter was trained with 4-bit weights and fits them best: train.evaluate holds"
+            " the weights of a run so by itself, and a merged model contains the 4-bit weights"
         )
     trained = Trained(state.model, recipe.config.lora, lambda: state.frozen)
     trained.write(_target(user_config, run.config.folder), console)
@@ -230,8 +230,8 @@ def _target(user_config: FinetuneConfig, folder: pathlib.Path | None) -> Target:
         folder=folder,
         export=user_config.export,
         like=checkpoint,
-        # PEFT knows the names of the Hub.
-        base=user_config.checkpoint if is_repository(user_config.checkpoint) else str(checkpoint),
+        # PEFT knows the names of the Hub, and may read the adapter in another folder.
+        base=name if is_remote(name := user_config.checkpoint) else str(checkpoint.resolve()),
         tokenizer=None if path is None else tokenizer_of(checkpoint, path),
         merge=user_config.adapter.merge,
     )

@@ -26,6 +26,7 @@ from tests.train.evaluations import (
     log_softmax,
     quietly,
 )
+from tests.train.example_files import write
 from train import evaluate
 from train.evaluate import run, text_after
 from train.run.loop import BadRunError
@@ -166,6 +167,17 @@ def test_a_tokenizer_with_bos_begins_and_ends_texts_with_it(folder, tmp_path):
     tokenizer = ready.tokenizer
     assert ready.beginning == [tokenizer.bos_id, *tokenizer.encode("Two?")]
     assert ready.stop == tuple(sorted((tokenizer.bos_id, tokenizer.eos_id)))
+
+
+def test_adapters_alone_and_merged_models_in_four_bits_are_refused(folder, tmp_path):
+    write(tmp_path / "run" / "settings.json", '{"method": "qlora"}')
+    shutil.copytree(folder / "model", tmp_path / "run" / "model")
+    for path in (tmp_path / "run", tmp_path / "run" / "model"):
+        with pytest.raises(ValueError, match="is merged with 4-bit weights, and `--four-bit` wou"):
+            evaluate.prepare(config(folder, generate="Two?", checkpoint=path, four_bit=True))
+    write(tmp_path / "adapter_config.json", '{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(ValueError, match="is an adapter of 'org/base', and no model: pass that"):
+        evaluate.prepare(config(folder, generate="Two?", checkpoint=tmp_path))
 
 
 def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from models import Decoder, ModelConfig, huggingface
+from models.json_files import read_object
 from models.lora import attach
 from models.peft import load_adapters
 from tests.train.example_files import write_rows
@@ -21,7 +22,7 @@ from tests.train.runs import finish, forget_last_checkpoint, losses, quiet, star
 from train import finetune
 from train.finetune import export, prepare, run
 from train.planning import tables
-from train.run import begin
+from train.run import begin, loop
 from train.run import export as run_export
 from train.run.calibration import calibrate
 from train.run.loop import BadRunError
@@ -162,7 +163,13 @@ def test_the_exports_of_adapters_are_the_trained_model(folder, merged):
     assert copied.read_bytes() == given.read_bytes()
 
 
-def test_a_run_is_exported_with_its_own_base_and_method(folder, merged):
+def test_a_run_is_exported_with_its_own_base_and_method(folder, merged, monkeypatch):
+    base = str(folder / "checkpoint")
+    fields = read_object(merged.out / "adapter" / "adapter_config.json")
+    assert fields["base_model_name_or_path"] == base
+    monkeypatch.chdir(folder.parent)
+    relative = f"{folder.name}/checkpoint"  # A name at the Hub has this form too.
+    assert finetune._target(dataclasses.replace(merged, checkpoint=relative), None).base == base
     out = folder / "shared"
     run(dataclasses.replace(merged, export=out), quiet())
     want = (merged.out / "model" / "model.safetensors").read_bytes()
@@ -196,7 +203,10 @@ def test_a_resumed_run_ends_with_equal_bits_and_replaces_its_exports_and_nothing
     forget_last_checkpoint(merged.out)
     console = quiet()
     assert run(dataclasses.replace(merged, resume=True), console) == STEPS
-    assert f"resuming from step {STEPS - 2}" in console.file.getvalue()
+    text = console.file.getvalue()
+    assert f"resuming from step {STEPS - 2}" in text
+    # If the run were stopped now, they would be of another step than the checkpoint.
+    assert text.index("removed: ") < text.index("written: ")
     assert (merged.out / ADAPTER).read_bytes() == want
     assert losses(merged.out) == want_losses
     assert {p.name for p in merged.out.iterdir()} == names
@@ -241,6 +251,19 @@ def no_steps(monkeypatch):
     for name, result in (("explain_step", 1), ("compile_step", compiled), ("step_memory", memory),
                          ("print_tables", None)):  # fmt: skip
         monkeypatch.setattr(begin, name, lambda *_, result=result: result)
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_a_signal_in_the_first_evaluation_ends_the_program(folder, monkeypatch):
+    def evaluated(*_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) == before
+        raise InterruptedError
+
+    before = signal.getsignal(signal.SIGTERM)
+    ready = prepare(make_config(folder, "interrupted", method="exact"), quiet())
+    monkeypatch.setattr(loop._Trainer, "evaluate", evaluated)
+    with pytest.raises(InterruptedError):
+        loop.train(ready, quiet())
 
 
 @pytest.mark.usefixtures("no_steps")

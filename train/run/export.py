@@ -153,6 +153,14 @@ def replace_folder(
         console.print(f"written: {path}")
 
 
+def remove_exports(folder: pathlib.Path, console: Console) -> None:
+    """Removes what an earlier end of a run exported, before the run goes on to other weights."""
+    for path in (folder / MODEL, folder / ADAPTER):
+        if hosts.is_main() and path.is_dir():
+            shutil.rmtree(path)
+            console.print(f"removed: {path}, which is of an earlier step")
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     """Keeps the tokenizer of a run in its folder."""
     if hosts.is_main() and not (folder / TOKENIZER).exists():

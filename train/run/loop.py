@@ -24,6 +24,7 @@ from train.run import hosts
 from train.run.adapt import SiteChooser, site_chooser
 from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
+from train.run.export import remove_exports
 from train.run.loss import Batch, whole_batch_shapes
 from train.run.loss_scale import is_exhausted
 from train.run.metrics import Recorder
@@ -162,10 +163,8 @@ def prepare_and_train(
                 "this machine has too little memory to prepare the run: make `--batch-size` or"
                 f" `--seq-len` smaller ({error})."
             ) from error
-        # Not before: until the first step there is nothing to save, and a signal ends the program.
-        stop = stack.enter_context(StopSignal())
         try:
-            done = train(ready, console, stop)
+            done = train(ready, console)
             if finish is not None and done == ready.config.steps:
                 finish(ready, console)
         except jax.errors.JaxRuntimeError as error:
@@ -193,10 +192,11 @@ def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any)
         return step.lower(state, batch).compile(compiler_options=options)
 
 
-def train(run: Run, console: Console, stop: StopSignal) -> int:
+def train(run: Run, console: Console) -> int:
     """Trains to the last step, or until a signal asks to stop. Saves the run in both cases.
 
-    Releases the lock of the folder, on errors too.
+    Before the first step there is nothing to save, and a signal ends the program. Releases the lock
+    of the folder, on errors too.
 
     Returns:
       The last step done.
@@ -217,12 +217,15 @@ def train(run: Run, console: Console, stop: StopSignal) -> int:
             if start == 0 and config.pretrained:
                 with progress.paused():
                     trainer.evaluate(0)
-            agreement = hosts.Agreement()
-            for step in range(start + 1, config.steps + 1):
-                if agreement.any(stop.requested):
-                    break
-                trainer.take(step)
-            trainer.save()
+            if start < config.steps:
+                remove_exports(config.folder, console)
+            agreement, stop = hosts.Agreement(), StopSignal()
+            with stop:
+                for step in range(start + 1, config.steps + 1):
+                    if agreement.any(stop.requested):
+                        break
+                    trainer.take(step)
+                trainer.save()
         run.checkpoints.close()
         run.batches.close()
     done = int(run.state.step)

@@ -44,6 +44,7 @@ class StopSignal:
 
     def _note(self, number: int, _: object) -> None:
         self.requested, self.name = True, signal.Signals(number).name
+        os.write(sys.stderr.fileno(), b"stopping after this step; a second signal ends at once\n")
         self.__exit__()
 
     def __exit__(self, *_: object) -> None:

@@ -40,6 +40,21 @@ _CONFIG = Flag(
     " values. Flags of the command line win over it.",
 )
 
+_LENGTHS = {"--steps", "--epochs"}
+_ELSEWHERE = {
+    "--lr": "--learning-rate",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--epochs",
+    "--per-device-train-batch-size": "--batch-size",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-seq-length": "--seq-len",
+    "--max-length": "--seq-len",
+    "--model-name-or-path": "--checkpoint",
+    "--output-dir": "--out",
+    "--gradient-checkpointing": "--remat",
+}
+"""Flags by the names that transformers and TRL give them."""
+
 
 def parse(
     config: type[T],
@@ -74,6 +89,8 @@ def parse(
         given = _check_arguments(args, flags, prog)
         if path is not None:
             in_file = read_arguments(path, flags, prog)
+            if given & _LENGTHS:  # Of the run: one takes the place of the other.
+                given |= _LENGTHS
             args += [x for name, joined in in_file.items() if name not in given for x in joined]
         with contextlib.redirect_stderr(refused):
             return from_arguments(config, args, prog=prog)
@@ -153,6 +170,12 @@ def _without_config(args: Sequence[str]) -> tuple[list[str], pathlib.Path | None
     return others, pathlib.Path(paths[0]) if paths else None
 
 
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Returns the flag that an unknown one may mean: by its name elsewhere, or the nearest."""
+    meant = _ELSEWHERE.get(name)
+    return f" Did you mean {meant}?" if meant in known else near_hint(name, known, cutoff=0.6)
+
+
 def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> set[str]:
     """Returns the names of the flags that are given.
 
@@ -174,7 +197,7 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
                 _of_config_file(name, value, flags)
                 or former_flag(name, value)
                 or f"unknown flag `{match[1]}`."
-                f"{near_hint(name, [*known, _CONFIG.name], cutoff=0.6)} See `{prog} --help`."
+                f"{_hint(name, [*known, _CONFIG.name])} See `{prog} --help`."
             )
         flag = flags.get(name)
         if match[2] is not None and (flag is None or flag.kind is bool):

@@ -6,7 +6,7 @@ from typing import Any
 
 from models import ModelConfig, preset
 from models.checkpoints import find_checkpoint, read_dimensions
-from models.hub import is_repository
+from models.hub import is_remote
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train.settings import methods
@@ -116,7 +116,7 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
         with naming_flag("--checkpoint"):
             return read_dimensions(find_checkpoint(config.checkpoint, weights=False))[0]
     asked, path = config.model_vocab_size, pathlib.Path(config.model)
-    known = config.model in PRESETS or not (path.exists() or is_repository(config.model))
+    known = config.model in PRESETS or not (path.exists() or is_remote(config.model))
     with naming_flag("--model"):
         if known:
             model = preset(config.model)

@@ -14,7 +14,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from train.text.tokenizer import Tokenizer
+from models.json_files import read_object
+from train.text.tokenizer import CONFIG, Tokenizer
 
 _TODAY = datetime.date(2024, 7, 26)
 """The date that templates get, Llama 3's default. With the present date the tokens would change
@@ -101,7 +102,9 @@ class ChatTemplate:
             )
         except Exception as error:  # A template is a program: it may raise anything.
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the chat template fails ({reason})") from error
+            raise ValueError(
+                f"the chat template (`--chat-template`) fails on it ({reason})"
+            ) from error
         places, letters, length = list[int](), [], 0
         for part in re.split(f"[{_BEGIN}{_END}]", text):
             letters.append(part)
@@ -166,8 +169,9 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
         path = tokenizer_path.expanduser()
         folder = path if path.is_dir() else path.parent
         for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                return folder / name
+            file = folder / name
+            if file.is_file() and (name != CONFIG or "chat_template" in read_object(file)):
+                return file
         others = sorted(folder.glob("additional_chat_templates/*.jinja"))
         if others:
             raise ValueError(
@@ -175,8 +179,9 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
                 f": choose one, such as `--chat-template {others[0]}`."
             )
     raise ValueError(
-        f"there is no chat template in '{tokenizer_path}': neither a chat_template.jinja nor a"
-        " tokenizer_config.json. Give `--chat-template FILE`."
+        f"there is no chat template in '{tokenizer_path}', as beside a model that learned no chats:"
+        " neither a chat_template.jinja nor a 'chat_template' in its tokenizer_config.json. Give"
+        " `--chat-template FILE`, or records with prompts and completions."
     )
 
 

@@ -100,10 +100,8 @@ def open_examples(
     ):
         if not examples:
             raise ValueError(
-                f"`{name}` is '{' '.join(data)}': all {number} record(s) to {use} were dropped. No"
-                f" counted token (of a completion or of the assistant) is within `--seq-len`"
-                f" {seq_len}, or `--long drop` removed them. Raise `--seq-len`, or give other"
-                " records."
+                f"`{name}` is '{' '.join(data)}': all {number} record(s) to {use} were dropped."
+                f" {reader.why_dropped()}. Raise `--seq-len`, or give other records."
             )
     weights = [source.weight for source in sources]
     pairs = zip(trained, weights, strict=True)
@@ -143,7 +141,7 @@ class _Reader:
         self._config, self._encoder = config, encoder
         self._longest, self._folder = seq_len + 1, folder
         self._skipped: list[str] = []
-        self._empty = self._read = self._naming = 0
+        self._empty = self._read = self._naming = self._silent = self._longest_dropped = 0
         self.cut = self.dropped = 0
 
     def writer(self, records: Sequence[Record]) -> Writer:
@@ -182,10 +180,15 @@ class _Reader:
     def fit(self, encoded: Sequence[Encoded]) -> list[Any]:
         """Returns the examples that fit a sequence."""
         examples = [example for _, of_record in encoded for example in of_record]
-        fitting, cut = _fit(examples, self._longest, self._config.long)
+        fitting, cut, dropped = _fit(examples, self._longest, self._config.long)
         self.cut += cut
-        self.dropped += len(examples) - len(fitting)
-        self.dropped += sum(not of_record for _, of_record in encoded)
+        without = sum(not of_record for _, of_record in encoded)
+        self.dropped += len(dropped) + without
+        self._silent += without
+        for parts in map(parts_of, dropped):
+            self._silent += not all(part.counted.any() for part in parts)
+            longest = max(len(part.tokens) for part in parts)
+            self._longest_dropped = max(self._longest_dropped, longest)
         return fitting
 
     def _write(self, record: Record, write: Callable[..., list[Written]]) -> list[Any]:
@@ -208,9 +211,25 @@ class _Reader:
         if self._read and len(self._skipped) == self._read:
             raise ValueError(f"`--skip-bad` skipped all records; the first: {self._skipped[0]}")
 
+    def why_dropped(self) -> str:
+        """Returns why examples were dropped."""
+        reasons = []
+        if self._silent:
+            reasons.append(
+                f"{self._silent:,} have no counted token whatever their length: they have no"
+                " answer, or the chat template (`--chat-template`) does not write it"
+            )
+        if self._silent < self.dropped:
+            reasons.append(
+                "No counted token (of a completion or of the assistant) is within `--seq-len`"
+                f" {self._longest - 1}, or `--long drop` removed them; the longest has"
+                f" {self._longest_dropped:,} tokens"
+            )
+        return ". ".join(reasons)
+
     def remarks(self) -> list[str]:
         """Returns lines for the user."""
-        lines = []
+        lines = [f"{self.dropped:,} dropped. {self.why_dropped()}"] if self.dropped else []
         if self._skipped:
             count, first = len(self._skipped), self._skipped[0]
             lines.append(
@@ -229,18 +248,20 @@ def parts_of(item: Example | Pair) -> tuple[Example, ...]:
     return (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
 
 
-def _fit(items: list[Any], longest: int, long: Literal["cut", "drop"]) -> tuple[list[Any], int]:
+def _fit(
+    items: list[Any], longest: int, long: Literal["cut", "drop"]
+) -> tuple[list[Any], int, list[Any]]:
     """Returns the items whose examples all have a counted token within `longest` tokens.
 
-    Also returns how many of them are cut.
+    Also returns how many of them are cut, and the other items.
     """
-    fitting, cut = [], 0
+    fitting, cut, dropped = [], 0, []
     for item in items:
         parts = parts_of(item)
         is_long = any(len(example.tokens) > longest for example in parts)
         if is_long and long == "drop":
-            continue
-        if all(example.counted[:longest].any() for example in parts):
+            dropped.append(item)
+        elif all(example.counted[:longest].any() for example in parts):
             if is_long:  # Copies, because a slice would keep the whole array in memory.
                 parts = [
                     Example(x.tokens[:longest].copy(), x.counted[:longest].copy()) for x in parts
@@ -248,7 +269,9 @@ def _fit(items: list[Any], longest: int, long: Literal["cut", "drop"]) -> tuple[
                 item = Pair(parts[0], parts[1]) if isinstance(item, Pair) else parts[0]
                 cut += 1
             fitting.append(item)
-    return fitting, cut
+        else:
+            dropped.append(item)
+    return fitting, cut, dropped
 
 
 def _fingerprint(*splits: list[Any]) -> str:

@@ -100,6 +100,10 @@ def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokeniz
         ) from error
 
 
+_FEW = 0.9
+"""Share of the embeddings that a tokenizer uses at least: models round their number up."""
+
+
 def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int) -> str:
     """Sets the limit of a tokenizer to the embeddings of a model.
 
@@ -117,6 +121,11 @@ def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int)
       ValueError: other tokens than added ones have no embedding.
     """
     tokenizer.limit = vocab_size
+    if tokenizer.vocab_size < _FEW * vocab_size:
+        return (
+            f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens, and {model} has"
+            f" {vocab_size:,} embeddings: it may belong to another model"
+        )
     if tokenizer.vocab_size <= vocab_size:
         return ""
     needed = (*tokenizer.prefix, *tokenizer.suffix, tokenizer.eos_id)

@@ -80,6 +80,7 @@ def test_help_of_the_other_programs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--lr=1", "unknown flag `--lr`. Did you mean --learning-rate?"),
         ("--modle=x", "unknown flag `--modle`. Did you mean --model? See `program --help`."),
         ("--no-resum", "unknown flag `--no-resum`. Did you mean --no-resume?"),
         ("--distributed=maybe", "`--distributed` is a switch and takes no value, got 'maybe'"),

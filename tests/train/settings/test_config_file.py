@@ -114,6 +114,9 @@ def test_flags_of_the_command_line_win(parse):
     config = parse(text, *args)
     assert (config.steps, config.resume, config.in_backward) == (7, False, False)
     assert config.options.codec == ("Quantized(2)",)
+    # Steps and epochs are two ways to give one length.
+    config = parse("epochs: 2", "--steps", "7")
+    assert (config.steps, config.epochs) == (7, None)
     # Values of a list in the file do not go on with those of the command line.
     config = parse("codec: [Quantized(3)]", "--method", "lean", "--data", "x")
     assert (config.options.codec, config.data.data) == (("Quantized(3)",), "x")

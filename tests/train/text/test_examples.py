@@ -290,6 +290,8 @@ def test_long_examples_are_cut_or_dropped(open_rows, rows, options, texts, cut, 
     assert texts_of(examples.train) == texts
     assert all(len(example.tokens) <= options["seq_len"] + 1 for example in examples.train)
     assert (examples.cut, examples.dropped) == (cut, dropped)
+    assert len(examples.remarks) == (dropped > 0)
+    assert all(line.startswith(f"{dropped} dropped. No counted") for line in examples.remarks)
 
 
 @pytest.mark.parametrize(
