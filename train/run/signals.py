@@ -44,7 +44,8 @@ class StopSignal:
 
     def _note(self, number: int, _: object) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        os.write(sys.stderr.fileno(), b"stopping after this step; a second signal ends at once\n")
+        with contextlib.suppress(OSError):  # Not `sys.stderr`, which in a notebook is no file.
+            os.write(2, b"stopping after this step; a second signal ends at once\n")
         self.__exit__()
 
     def __exit__(self, *_: object) -> None:
