@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from models import huggingface
 from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
 from models.hub import is_remote
 from models.lora import quantize
@@ -81,6 +82,7 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         with naming_flag("--checkpoint"):
             checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
             model_config, dtype = read_dimensions(checkpoint)
+            huggingface.check(checkpoint)
         config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)

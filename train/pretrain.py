@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from models import huggingface
 from models.checkpoints import find_checkpoint, read_dimensions
 from train.run import hosts
 from train.run.begin import begin, in_epochs
@@ -70,6 +71,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
             with naming_flag("--checkpoint"):
                 checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
                 _, dtype = read_dimensions(checkpoint)
+                huggingface.check(checkpoint)
         config = resolve(user_config, dimensions(user_config), dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)

@@ -6,7 +6,7 @@ Pickle files are refused, because reading a pickle can run any program.
 """
 
 from models.huggingface.config import config_of, fields_of
-from models.huggingface.loading import load, read_config
+from models.huggingface.loading import check, load, read_config
 from models.huggingface.saving import save
 from models.huggingface.table import Row, table
 from models.parameters import Convert, Put, parameter_of
@@ -15,6 +15,7 @@ __all__ = [
     "Convert",
     "Put",
     "Row",
+    "check",
     "config_of",
     "fields_of",
     "load",

@@ -95,6 +95,17 @@ def load(
     return model
 
 
+def check(folder: pathlib.Path | str) -> None:
+    """Raises as `load` does for files that are missing, damaged or of other tensors.
+
+    Reads names and dtypes alone, so that a program finds these errors before it does other work.
+    """
+    fields, config = _read_config(folder)
+    with contextlib.ExitStack() as stack:
+        tensors = _Tensors(pathlib.Path(folder), fields, stack)
+        tensors.check_names(config, table(config))
+
+
 class _Tensors:
     """The tensors of a folder, by name. Each is read when asked for."""
 

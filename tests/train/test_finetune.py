@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shlex
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -377,6 +378,15 @@ def test_preferences_that_do_not_fit_are_refused(folder):
             preferences(folder, "bad", **changes)
     with pytest.raises(ValueError, match="`--beta` must be above 0"):
         PreferenceConfig(beta=0.0)
+
+
+def test_damaged_weights_are_found_before_the_examples_are_read(folder, tmp_path):
+    shutil.copytree(folder / "checkpoint", tmp_path / "half")
+    weights = tmp_path / "half" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    data = ExampleConfig(data="nowhere.jsonl")
+    with pytest.raises(BadRunError, match=r"`--checkpoint`: .*model.safetensors"):
+        run(make_config(folder, "bad", checkpoint=str(tmp_path / "half"), data=data), quiet())
 
 
 def test_bad_settings_are_refused_in_one_line(folder):
