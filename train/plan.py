@@ -43,7 +43,8 @@ from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
-from train.settings.config import AdapterConfig, DataConfig, PretrainConfig
+from train.settings.config import AdapterConfig, DataConfig, FinetuneConfig, PretrainConfig
+from train.settings.flags import flags_of
 from train.settings.messages import naming_flag
 from train.settings.methods import METHODS as ALL_METHODS
 from train.settings.options import (
@@ -162,6 +163,14 @@ class PlanConfig:
                 f"`--method {train.method}` is not part of the search of `--budget`, which tries"
                 f" {', '.join(METHODS)}: choose one of them, or drop `--budget`."
             )
+
+    @staticmethod
+    def ignored() -> set[str]:
+        """Returns the flags of a run that a plan is independent of: its file can be planned."""
+        of_run = {
+            flag.name for config in (PretrainConfig, FinetuneConfig) for flag in flags_of(config)
+        }
+        return of_run - {"--loss"}  # A step of preferences takes other memory.
 
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:

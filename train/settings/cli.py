@@ -70,7 +70,8 @@ def parse(
 
     Args:
       config: a dataclass. Its `HEADINGS` order the help page. Its `choices()`, if it has them, are
-        by flag the names that it takes, and a line about each, for the help page.
+        by flag the names that it takes, and a line about each, for the help page. Its `ignored()`,
+        if it has them, are flags that a file of settings may have without an effect.
       prog: the command.
       description: first paragraphs of the help page; by default the docstring of `config`.
       args: the command line; by default that of the process.
@@ -88,7 +89,8 @@ def parse(
         args, path = _without_config(args)
         given = _check_arguments(args, flags, prog)
         if path is not None:
-            in_file = read_arguments(path, flags, prog)
+            ignored = getattr(config, "ignored", frozenset)()
+            in_file = read_arguments(path, flags, prog, ignored)
             if given & _LENGTHS:  # Of the run: one takes the place of the other.
                 given |= _LENGTHS
             args += [x for name, joined in in_file.items() if name not in given for x in joined]

@@ -8,7 +8,7 @@ which take 1e-3 for text and 2024-01-01 for a date.
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import yaml
 
@@ -24,7 +24,7 @@ _WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def read_arguments(
-    path: pathlib.Path, flags: Mapping[str, Flag], prog: str
+    path: pathlib.Path, flags: Mapping[str, Flag], prog: str, ignored: Collection[str] = ()
 ) -> dict[str, list[str]]:
     """Returns the arguments of the settings in a file, by flag. `null` stands for the default.
 
@@ -32,6 +32,7 @@ def read_arguments(
       path: the file.
       flags: those of the program, by name.
       prog: the command.
+      ignored: further flags, of which the command is independent.
 
     Raises:
       ValueError: the file cannot be read or is not YAML, a key is unknown or given twice, or a
@@ -45,6 +46,8 @@ def read_arguments(
             if name in seen:
                 raise ValueError("it is given twice: keep one.")
             seen.add(name)
+            if name in ignored and name not in flags:
+                continue
             if name not in flags:
                 text = value.value if isinstance(value, yaml.ScalarNode) else None
                 known = [flag.key for flag in flags.values()]

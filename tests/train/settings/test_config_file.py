@@ -114,6 +114,11 @@ def test_flags_of_the_command_line_win(parse):
     config = parse(text, *args)
     assert (config.steps, config.resume, config.in_backward) == (7, False, False)
     assert config.options.codec == ("Quantized(2)",)
+    # A plan takes the file of a run.
+    config = parse("lora_alpha: 8\nepochs: 2\nlora_rank: 4\nmethod: qlora", config=PlanConfig)
+    assert (config.train.adapter.lora_rank, config.train.method) == (4, "qlora")
+    with pytest.raises(SystemExit):
+        parse("loss: dpo", config=PlanConfig)
     # Steps and epochs are two ways to give one length.
     config = parse("epochs: 2", "--steps", "7")
     assert (config.steps, config.epochs) == (7, None)
