@@ -92,7 +92,7 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         report[config.asked.task] = _score_questions(ready, console)
     if ready.beginning is not None:
         report["generated"] = text = _write(ready, [ready.beginning], [0], 1)[0]
-        end = "\n" if config.writing.chat else ""  # An answer is no continuation of the question.
+        end = "\n" if config.writing.chat else ""  # An answer does not continue the line.
         _say(console, config.writing.generate or "", end=end, style="dim")
         _say(console, text)
     return report

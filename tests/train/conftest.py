@@ -12,7 +12,8 @@ from tests.train.example_files import open_path, write_rows
 from tests.train.runs import share_steps
 from train import evaluate
 from train.text.examples import Examples
-from train.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from train.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from train.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 from train.text.tokenizer_files import load_tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, train_bpe
 

@@ -324,6 +324,21 @@ def test_the_command_line_prints_errors_in_one_line_and_exits_with_2(monkeypatch
     assert line.startswith("error: unknown `--model` 'lama'.")
 
 
+def test_a_new_run_replaces_nothing_that_it_did_not_write(folder):
+    config = make_config(folder, "occupied")
+    for name, is_refused in (("model", True), ("adapter", True), ("tokenizer", False)):
+        (config.out / name).mkdir(parents=True)
+        (config.out / name / "mine").write_text("")
+        with pytest.raises(BadRunError, match=f"has a folder '{name}' and no checkpoint of a run"):
+            run(config, quiet())
+        (config.out / "settings.json").write_text("{}")  # Of a run without a checkpoint.
+        if is_refused:
+            with pytest.raises(BadRunError, match=f"has a folder '{name}'"):
+                run(config, quiet())
+        (config.out / "settings.json").unlink()
+        (config.out / name / "mine").unlink()
+
+
 @pytest.mark.usefixtures("exits_raise")
 def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capfd):
     def interrupted(*_: object) -> None:

@@ -133,7 +133,7 @@ def begin(
         state = reformatted(state)
         if hosts.is_main() and int(state.step) < config.steps:
             write_settings(config.folder, user_config)
-        save_tokenizer(tokenizer, config.folder)
+        save_tokenizer(tokenizer, config.folder, is_new=int(state.step) == 0)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
@@ -198,9 +198,23 @@ def _check_folder(folder: pathlib.Path) -> None:
             raise ValueError(f"{folder} cannot be written: permission denied.")
 
 
+def _check_not_foreign(folder: pathlib.Path) -> None:
+    """Raises a `ValueError` if a new run would replace a folder that it did not write."""
+    # A run that ended before its first checkpoint leaves its tokenizer and its settings.
+    names = [MODEL, ADAPTER, *([] if (folder / "settings.json").exists() else [TOKENIZER])]
+    for name in names:
+        if (folder / name).is_dir() and any((folder / name).iterdir()):
+            raise ValueError(
+                f"`--out` {folder} has a folder '{name}' and no checkpoint of a run, which would"
+                " replace that folder: pass another `--out`."
+            )
+
+
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
     checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
     latest = checkpoints.latest_step()
+    if latest is None:
+        _check_not_foreign(config.folder)
     if latest is not None and not config.resume:
         raise ValueError(
             f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to continue it,"

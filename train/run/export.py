@@ -161,10 +161,12 @@ def remove_exports(folder: pathlib.Path, console: Console) -> None:
             console.print(f"removed: {path}, which is of an earlier step")
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """Keeps the tokenizer of a run in its folder."""
-    if hosts.is_main() and not (folder / TOKENIZER).exists():
-        tokenizer.save(folder / TOKENIZER)
+def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path, *, is_new: bool) -> None:
+    """Keeps the tokenizer of a run in its folder. A new run replaces that of one before it."""
+    path = folder / TOKENIZER
+    if hosts.is_main() and (is_new or not path.exists()):
+        shutil.rmtree(path, ignore_errors=True)
+        tokenizer.save(path)
 
 
 def tokenizer_of_run(folder: pathlib.Path) -> Tokenizer:

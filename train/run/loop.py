@@ -217,7 +217,7 @@ def train(run: Run, console: Console) -> int:
             if start == 0 and config.pretrained:
                 with progress.paused():
                     trainer.evaluate(0)
-            if start < config.steps:
+            if 0 < start < config.steps:
                 remove_exports(config.folder, console)
             agreement, stop = hosts.Agreement(), StopSignal()
             with stop:

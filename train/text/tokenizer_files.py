@@ -15,12 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.json_files import read_object
-from train.text.tokenizer import (
-    CONFIG,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from train.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from train.text.tokenizer import CONFIG, HuggingFaceTokenizer, Tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, byte_level
 
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
