@@ -11,20 +11,38 @@ def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
 
 
-def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-    """Returns `a @ b`, accumulated and returned in the accumulation dtype of both.
+def product_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns the dtype in which a program for this backend returns products that are then rounded.
+
+    Matrix units of GPUs and TPUs accumulate 16-bit operands in float32 and can round the sums before
+    they write them, which halves what a product writes and saves a conversion. XLA for CPUs (JAX
+    0.10) computes such products several times slower, so there it is the accumulation dtype.
+    """
+    narrow = jnp.result_type(*dtypes)
+    rounds = narrow.itemsize == 2 and jax.default_backend() in ("gpu", "tpu")
+    return narrow if rounds else accumulation_dtype(*dtypes)
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    precision: jax.lax.PrecisionLike = None,
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Returns `a @ b`, accumulated in the accumulation dtype of both.
 
     Args:
       a: [..., m].
       b: [m, n], or a stack of them, [..., m, n].
       precision: as for `jax.numpy.matmul`; None lets a device round float32 operands.
+      dtype: of the result, as `product_dtype` returns it; None for the accumulation dtype.
     """
-    dtype = accumulation_dtype(a.dtype, b.dtype)
+    dtype = dtype or accumulation_dtype(a.dtype, b.dtype)
     return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
 
 
-def matmul_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a @ bᵀ`, accumulated and returned in the accumulation dtype of both.
+def matmul_transposed(a: jax.Array, b: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Returns `a @ bᵀ`, accumulated in the accumulation dtype of both.
 
     One product that sums over the last axes: of an explicit transpose, XLA for CPUs (JAX 0.10)
     converts both bfloat16 operands to float32, which takes four times as long.
@@ -32,14 +50,18 @@ def matmul_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
     Args:
       a: [..., n].
       b: [m, n].
+      dtype: as for `matmul`.
     """
     axes = (((a.ndim - 1,), (1,)), ((), ()))
-    dtype = accumulation_dtype(a.dtype, b.dtype)
+    dtype = dtype or accumulation_dtype(a.dtype, b.dtype)
     return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
 
 
 def contract_tokens(
-    a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None
+    a: jax.Array,
+    b: jax.Array,
+    precision: jax.lax.PrecisionLike = None,
+    dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Returns `aᵀ b`, [m, n], summed over all leading axes in the accumulation dtype.
 
@@ -49,6 +71,7 @@ def contract_tokens(
       a: [..., m].
       b: [..., n].
       precision: as for `jax.numpy.matmul`; None lets a device round float32 operands.
+      dtype: as for `matmul`.
 
     Raises:
       ValueError: the leading axes differ.
@@ -63,7 +86,7 @@ def contract_tokens(
         # if it is the only axis of tokens that comes first in both.
         a, b = a[None], b[None]
     axes = tuple(range(a.ndim - 1))
-    dtype = accumulation_dtype(a.dtype, b.dtype)
+    dtype = dtype or accumulation_dtype(a.dtype, b.dtype)
     sharding = _of_last_axes(a, b)
     if sharding is not None:
         numbers = ((axes, axes), ((), ()))

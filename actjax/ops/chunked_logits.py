@@ -17,6 +17,7 @@ from actjax._math.precision import (
     contract_tokens,
     matmul,
     matmul_transposed,
+    product_dtype,
 )
 from actjax._shards import Dims, InPieces, Sum, on_shards
 from actjax.weights.lora import LoRA
@@ -177,7 +178,7 @@ def gradients(
         h, *_ = slices
         total, dlogits = add_chunk(total, *slices)
         dlogits = dlogits.astype(dtype)
-        dh = matmul_transposed(dlogits, head.astype(dtype)).astype(dtype)
+        dh = matmul_transposed(dlogits, head.astype(dtype), product_dtype(dtype)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
         kept_dlogits = dlogits if finish is not None and in_pieces else None

@@ -37,10 +37,11 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    halves = x.reshape(*x.shape[:-1], 2, -1).astype(accumulation_dtype(x.dtype))
+    signed = jnp.stack([-sin, sin], axis=1)
+    # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
+    rotated = halves * cos[:, None, None] + halves[..., ::-1, :] * signed[:, None]
+    return rotated.astype(x.dtype).reshape(x.shape)
 
 
 def _rope_fwd(x, cos, sin):

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
-from actjax._math.precision import contract_tokens, matmul, matmul_transposed
-from actjax.codecs import Codec
+from actjax._math.precision import contract_tokens, matmul, matmul_transposed, product_dtype
+from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
 
 
@@ -43,12 +44,15 @@ class StoredInput:
         coordinates = in_basis.decode(self.code)
         return matmul(coordinates, self._basis.astype(coordinates.dtype).T)
 
-    def weight_grad(self, dz: jax.Array) -> jax.Array:
-        """Returns `x_hatᵀ dz`, [d, n]."""
-        if not self.is_in_basis:
-            return self.codec.weight_grad(self.code, dz)
-        right = self.right(dz)
-        return matmul(self._basis.astype(right.dtype), right)
+    def weight_grad(self, dz: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Returns `x_hatᵀ dz`, [d, n], in a dtype."""
+        if self.is_in_basis:
+            right = self.right(dz)
+            return matmul(self._basis.astype(right.dtype), right).astype(dtype)
+        if isinstance(self.codec, Exact):
+            narrow = product_dtype(self.code.dtype, dz.dtype, dtype)
+            return contract_tokens(self.code, dz, dtype=narrow).astype(dtype)
+        return self.codec.weight_grad(self.code, dz).astype(dtype)
 
     def left(self) -> jax.Array:
         """Returns the factor [d, k] of `x_hatᵀ dz` that all weights of this input share."""
@@ -116,11 +120,11 @@ class Weight:
         return self
 
     def times(self, x: jax.Array) -> jax.Array:
-        """Returns `x w`, [..., n], in the accumulation dtype."""
+        """Returns `x w`, [..., n], in the `product_dtype`."""
         raise NotImplementedError
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        """Returns `dz wᵀ`, [..., d], in the accumulation dtype."""
+        """Returns `dz wᵀ`, [..., d], in the `product_dtype`."""
         raise NotImplementedError
 
     def hold_for_linear(self) -> "Weight":
@@ -169,13 +173,13 @@ class ArrayWeight(WrappedWeight):
     weight: Any
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul(x, self.weight.astype(x.dtype))
+        return matmul(x, self.weight.astype(x.dtype), dtype=product_dtype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul_transposed(dz, self.weight.astype(dz.dtype))
+        return matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz.dtype))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "ArrayWeight":
-        return ArrayWeight(stored.weight_grad(dz).astype(self.dtype))
+        return ArrayWeight(stored.weight_grad(dz, self.dtype))
 
 
 class Conversions:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import contract_tokens, matmul, matmul_transposed
+from actjax._math.precision import contract_tokens, matmul, matmul_transposed, product_dtype
 from actjax.weights.base import StoredInput, WrappedWeight
 
 
@@ -33,10 +33,11 @@ class DroppedInput(WrappedWeight):
         return jnp.where(is_kept, x / (1 - self.rate), 0).astype(x.dtype)
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul(self.drop(x), self.weight.astype(x.dtype))
+        return matmul(self.drop(x), self.weight.astype(x.dtype), dtype=product_dtype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return self.drop(matmul_transposed(dz, self.weight.astype(dz.dtype)))
+        dx = matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz.dtype))
+        return self.drop(dx)
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "DroppedInput":
         x = stored.value()

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from actjax._math.precision import matmul, matmul_transposed
+from actjax._math.precision import matmul, matmul_transposed, product_dtype
 from actjax.weights.base import StoredInput, Weight
 
 
@@ -39,10 +39,10 @@ class TransposedWeight(Weight):
         return self.array.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul_transposed(x, self.array.astype(x.dtype))
+        return matmul_transposed(x, self.array.astype(x.dtype), product_dtype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul(dz, self.array.astype(dz.dtype))
+        return matmul(dz, self.array.astype(dz.dtype), dtype=product_dtype(dz.dtype))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "TransposedWeight":
-        return TransposedWeight(stored.weight_grad(dz).T.astype(self.dtype))
+        return TransposedWeight(stored.weight_grad(dz, self.dtype).T)

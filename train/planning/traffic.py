@@ -1,0 +1,251 @@
+"""Bytes that the kernels of a compiled step move through device memory, read from its program.
+
+XLA decides which operations share a kernel when it compiles. A kernel reads its operands and writes
+its results once; those of loops run once for each iteration. Slices count as what they read, and an
+update in place as what it writes, so a stack of layers that a kernel takes one layer of counts as
+this layer. Operands that a kernel reads several times count once: kernels that transpose, or reduce
+in several passes, move more.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2,
+    "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
+}  # fmt: skip
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_FREE = {
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier",
+    "partition-id", "replica-id", "copy-done", "async-done",
+}  # fmt: skip
+_COPIES = _FREE | {"copy", "dynamic-slice", "dynamic-update-slice", "broadcast", "transpose", "slice"}
+_PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?gemm')
+_EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
+_HOST = "S(5)"
+
+PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
+
+
+class Kernel(NamedTuple):
+    """A kernel of a program.
+
+    Attributes:
+      moved: bytes that it reads and writes in a step, in all its runs.
+      runs: how often it runs in a step.
+      operator: "products", "attention", "copies" (slices of stacks, and what only copies them), the
+        name of a kernel of actjax or of the operator that it is part of, or else "other".
+      phase: "forward", "backward" or "update".
+      name: its name in the program.
+      shape: shape of its result.
+    """
+
+    moved: float
+    runs: int
+    operator: str
+    phase: str
+    name: str
+    shape: str
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    operation: str
+    operands: tuple[str, ...]
+    line: str
+    is_root: bool
+
+
+_Body = dict[str, _Instruction]
+
+
+def kernels_of(program: str) -> list[Kernel]:
+    """Returns the kernels of a program for a GPU, in the order in which they run.
+
+    Exchanges between devices, and copies between device and host, are left out.
+
+    Args:
+      program: text of an optimized HLO module, as `compiled.as_text()` returns it.
+    """
+    bodies, entry = _computations(program)
+    return list(_kernels(bodies, entry, 1, 1))
+
+
+def _computations(program: str) -> tuple[dict[str, _Body], str]:
+    """Returns the computations of a module by name, and the name of the first one that runs."""
+    bodies: dict[str, _Body] = {}
+    entry = name = ""
+    for line in program.splitlines():
+        if begin := _COMPUTATION.match(line):
+            name = begin[2]
+            bodies[name] = {}
+            entry = name if begin[1] else entry
+        elif name and (match := _INSTRUCTION.match(line)):
+            root, result, shape, operation, arguments = match.groups()
+            operands = tuple(re.findall(r"%([\w.\-]+)", _within_brackets(arguments)))
+            made = _Instruction(result, shape, operation, operands, line, bool(root))
+            bodies[name][result] = made
+    return bodies, entry
+
+
+def _within_brackets(text: str) -> str:
+    """Returns a text up to the bracket that closes it."""
+    depth = 1
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[:i]
+    return text
+
+
+def _kernels(bodies: dict[str, _Body], name: str, times: int, trips: int) -> Iterator[Kernel]:
+    """Yields the kernels of a computation.
+
+    Args:
+      bodies: all computations.
+      name: the computation.
+      times: how often it runs.
+      trips: iterations of the loop that it is the body of; 1 outside of loops.
+    """
+    body = bodies[name]
+    for made in body.values():
+        if made.operation in _FREE or _EXCHANGES.search(made.operation) or _HOST in made.shape:
+            continue
+        if made.operation == "while":
+            called = _called(made, "body")
+            found = _TRIPS.search(made.line)
+            count = int(found[1]) if found else 1
+            yield from _kernels(bodies, called[0], times * count, count)
+        elif made.operation == "conditional":
+            # Branches that differ in what they move are not known to run: the largest counts.
+            choices = [
+                list(_kernels(bodies, branch, times, trips))
+                for branch in _called(made, "branch_computations", "true_computation", "false_comp")
+            ]
+            yield from max(choices, key=lambda ks: sum(k.moved for k in ks), default=[])
+        elif made.operation == "call":
+            yield from _kernels(bodies, _called(made, "to_apply")[0], times, trips)
+        else:
+            moved = _moved(bodies, body, made, trips)
+            yield Kernel(
+                times * moved, times, _operator(bodies, made), _phase(made), made.name, made.shape
+            )
+
+
+def _called(made: _Instruction, *names: str) -> list[str]:
+    """Returns the computations that an instruction calls under the given names."""
+    called = re.findall(rf"(?:{'|'.join(names)})\w*=(\{{[^}}]*\}}|%[\w.\-]+)", made.line)
+    return [name for text in called for name in re.findall(r"%([\w.\-]+)", text)]
+
+
+def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int) -> float:
+    """Returns the bytes that a kernel reads and writes in one run."""
+    operands = [body[name] for name in made.operands if name in body]
+    fused = _called(made, "calls") if made.operation == "fusion" else []
+    if fused:
+        inner = bodies[fused[0]]
+        parameters = {
+            int(match[1]): one
+            for one in inner.values()
+            if (match := re.search(r" parameter\((\d+)\)", one.line))
+        }
+        read = sum(_read(inner, parameters[i]) for i in range(len(operands)) if i in parameters)
+        return read + _written(inner)
+    if made.operation == "dynamic-update-slice":
+        return 2 * _size(operands[1].shape)
+    if made.operation in ("dynamic-slice", "slice", "gather"):
+        return 2 * _size(made.shape)
+    size = _size_of_layer if made.operation == "custom-call" else _size
+    arguments = (trips,) if made.operation == "custom-call" else ()
+    return sum(size(x.shape, *arguments) for x in (made, *operands))
+
+
+def _read(inner: _Body, parameter: _Instruction) -> float:
+    """Returns the bytes of a parameter that a fused computation reads."""
+    whole = _size(parameter.shape)
+    total = 0.0
+    for user in inner.values():
+        if parameter.name not in user.operands:
+            continue
+        if user.operation in ("dynamic-slice", "slice", "gather") and (
+            user.operands[0] == parameter.name
+        ):
+            total += _size(user.shape)
+        elif user.operation == "dynamic-update-slice" and user.operands[0] == parameter.name:
+            continue  # Written in place.
+        elif user.operation in ("bitcast", "get-tuple-element"):
+            total += _read(inner, user)
+        else:
+            return whole
+    return min(total, whole)
+
+
+def _written(inner: _Body) -> float:
+    """Returns the bytes that a fused computation writes."""
+    root = next(made for made in inner.values() if made.is_root)
+    results = [inner[name] for name in root.operands] if root.operation == "tuple" else [root]
+    return sum(_size_in_place(inner, result) for result in results)
+
+
+def _size_in_place(inner: _Body, result: _Instruction) -> float:
+    while result.operation == "bitcast":
+        result = inner[result.operands[0]]
+    if result.operation == "dynamic-update-slice":
+        return _size(inner[result.operands[1]].shape)
+    return _size(result.shape)
+
+
+def _size(shape: str) -> float:
+    return sum(
+        math.ceil(_BYTES[kind] * math.prod(int(n) for n in dims.split(",") if n))
+        for kind, dims in _ARRAY.findall(shape)
+    )
+
+
+def _size_of_layer(shape: str, trips: int) -> float:
+    """Returns the bytes of arrays, of which stacks of as many entries as a loop count as one."""
+    total = 0.0
+    for kind, dims in _ARRAY.findall(shape):
+        sizes = [int(n) for n in dims.split(",") if n]
+        share = trips if trips > 1 and len(sizes) > 2 and sizes[0] == trips else 1
+        total += math.ceil(_BYTES[kind] * math.prod(sizes)) / share
+    return total
+
+
+def _operator(bodies: dict[str, _Body], made: _Instruction) -> str:
+    line = made.line
+    if _PRODUCT.search(line) or made.operation == "dot":
+        return PRODUCTS
+    if "__cudnn" in line:
+        return ATTENTION
+    path = _path(made)
+    if kernel := re.search(r"actjax_(\w+)/pallas_call", path):
+        return kernel[1]
+    inner = bodies[fused[0]] if (fused := _called(made, "calls")) else {made.name: made}
+    if all(one.operation in _COPIES or _is_index(one) for one in inner.values()):
+        return COPIES
+    names = re.findall(r"actjax\.(\w+)", path)
+    return names[-1] if names else "other"
+
+
+def _is_index(made: _Instruction) -> bool:
+    """Returns whether an instruction computes a scalar, such as the place of a slice."""
+    return re.match(r"\w+\[\]", made.shape) is not None
+
+
+def _phase(made: _Instruction) -> str:
+    path = _path(made)
+    if "transpose(" in path:
+        return "backward"
+    return "forward" if "jvp(" in path else "update"
+
+
+def _path(made: _Instruction) -> str:
+    path = re.search(r'op_name="([^"]*)"', made.line)
+    return path[1] if path else ""
