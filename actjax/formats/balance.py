@@ -52,13 +52,14 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
     norms = jnp.sqrt(jnp.sum(jnp.square(tokens), axis=-1, keepdims=True))
     weights = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
     total = jnp.sum(weights, -2, keepdims=True)
-    # Distances from some token, so that the square of a large mean does not hide a deviation.
+    mean = over(jnp.sum(weights * tokens, -2, keepdims=True), total)
+    # Squares of distances from some token, so that a large mean does not hide a deviation. XLA for
+    # GPUs reads the tokens once for both sums; with distances from the mean it would write them to
+    # memory, transposed.
     origin = tokens[..., -1:, :]
-    apart = tokens - origin
-    step = over(jnp.sum(weights * apart, -2, keepdims=True), total)
-    squares = over(jnp.sum(weights * jnp.square(apart), -2, keepdims=True), total)
-    spread = spread_of(jnp.sqrt(jnp.maximum(squares - jnp.square(step), 0)))
-    mean = jnp.where(total > 0, origin + step, 0)
+    apart = weights * jnp.square(tokens - origin)
+    squares = over(jnp.sum(apart, -2, keepdims=True), total) - jnp.square(mean - origin)
+    spread = spread_of(jnp.sqrt(jnp.maximum(squares, 0)))
     return stored((mean * largest)[..., 0, :], dtype), stored(spread[..., 0, :], dtype)
 
 

@@ -15,6 +15,7 @@ from actjax._gpu import is_before_ampere
 from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import primitive
+from actjax.kernels.layers import values_of
 
 Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
@@ -121,6 +122,10 @@ class Kernel:
       triton: a second program for NVIDIA GPUs, without the argument `interpret`; None if there is
         none. Its module also has `launch`, which returns the `actjax.kernels.triton_call.Call` of
         the arguments. `jax.vmap` runs it once for each entry of the mapped axis.
+      converts: whether the first argument is converted to float32, so that one of 16 bits can take
+        the place of the same numbers in float32. With `reads_layers` it may be a `Scaled`.
+      reads_layers: whether arguments of `pallas` may be `Layer`s of stacks.
+      writes_layers: as for `primitive.Computation`; "results" if `pallas` has the argument `into`.
     """
 
     name: str
@@ -129,6 +134,9 @@ class Kernel:
     pallas: str
     mosaic: str | None = None
     triton: str | None = None
+    converts: bool = False
+    reads_layers: bool = False
+    writes_layers: primitive.Writes = "nothing"
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -186,6 +194,7 @@ class Kernel:
         chosen: Implementation | None,
         static: primitive.Static,
         *args: Any,
+        into: Any = None,
     ) -> Any:
         """Computes the function in a program that is lowered for a platform.
 
@@ -194,10 +203,14 @@ class Kernel:
           chosen: result of `_chosen`.
           static: the options, as sorted items.
           *args: pytrees of arrays.
+          into: as for `primitive.Computation.compute`.
         """
         if chosen is None:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
+        by_layer = chosen in ("pallas", "interpreted")
+        if not (by_layer and self.reads_layers):
+            args = values_of(args)
         if module is None or (chosen == "triton" and platform != "cuda"):
             return primitive.traced_once(self.reference, static, *args)
         program = getattr(importlib.import_module(module), self.reference.__name__)
@@ -205,7 +218,9 @@ class Kernel:
             program = functools.partial(program, **dict(static))
             return jax.custom_batching.sequential_vmap(program)(*args)
         interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
-        return primitive.traced_once(program, (("interpret", interpret), *static), *args)
+        by_layer = by_layer and self.writes_layers == "results"
+        arrays = {"into": into} if by_layer and jax.tree.leaves(into) else {}
+        return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
 
     def _module(self, implementation: Implementation) -> str | None:
         """Returns the module of the program of an implementation; None if there is none."""

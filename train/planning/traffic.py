@@ -28,6 +28,8 @@ _COPIES = _FREE | {"copy", "dynamic-slice", "dynamic-update-slice", "broadcast",
 _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?gemm')
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
+_UNREAD = re.compile(r"actjax_quantize/")
+"""Kernels that do not read the arrays that they write into."""
 
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
 
@@ -161,9 +163,32 @@ def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int
         return 2 * _size(operands[1].shape)
     if made.operation in ("dynamic-slice", "slice", "gather"):
         return 2 * _size(made.shape)
-    size = _size_of_layer if made.operation == "custom-call" else _size
-    arguments = (trips,) if made.operation == "custom-call" else ()
-    return sum(size(x.shape, *arguments) for x in (made, *operands))
+    if "AllocateBuffer" in made.line:
+        return 0
+    if made.operation == "custom-call":
+        return _moved_by_call(body, made, operands, trips)
+    return sum(_size(x.shape) for x in (made, *operands))
+
+
+def _moved_by_call(
+    body: _Body, made: _Instruction, operands: list[_Instruction], trips: int
+) -> float:
+    """Returns the bytes of a kernel whose operands may be stacks of which it reads one layer."""
+    read = [_size_of_layer(_source(body, x).shape, trips) for x in operands]
+    written = [_size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(made.shape)]
+    aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line)
+    for result, operand in re.findall(r"\{(\d*)\}: \((\d+), ", aliases[1] if aliases else ""):
+        written[int(result or 0)] = read[int(operand)]
+        if _UNREAD.search(_path(made)):
+            read[int(operand)] = 0
+    return sum(read) + sum(written)
+
+
+def _source(body: _Body, made: _Instruction) -> _Instruction:
+    """Returns the array that an operand is another shape of."""
+    while made.operation == "bitcast" and made.operands[0] in body:
+        made = body[made.operands[0]]
+    return made
 
 
 def _read(inner: _Body, parameter: _Instruction) -> float:

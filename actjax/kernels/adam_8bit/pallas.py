@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
+from actjax.kernels.layers import Scaled, pallas_call, result_like, scaled
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""
@@ -38,7 +38,7 @@ def refuses(
 
 
 def adam_8bit(
-    grad: jax.Array,
+    grad: jax.Array | Scaled,
     mu: Blockwise,
     nu: Blockwise,
     corrections: jax.Array,
@@ -49,26 +49,31 @@ def adam_8bit(
     eps_root: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, Blockwise, Blockwise]:
-    """As `actjax.kernels.adam_8bit.api.adam_8bit`."""
+    """As `actjax.kernels.adam_8bit.api.adam_8bit`; a `Layer` is written in its place."""
     tokens = math.prod(grad.shape[:-1])
     # A block ends with its row; a shorter last block is processed by itself.
     grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
 
+    is_scaled = isinstance(grad, Scaled)
+
     def kernel(*refs: Any) -> None:
-        body = functools.partial(_update, refs, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+        factor, refs = (refs[0][0], refs[1:]) if is_scaled else (None, refs)
+        body = functools.partial(_update, refs, factor, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
         grid.run(lambda cut: body(cut(1)))
 
-    arrays = [operands.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    factors = [grad.factor[None]] if is_scaled else []
+    whole = grad.array if is_scaled else grad
+    arrays = [operands.rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
+    shapes = [result_like(x) for x in arrays]
     shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
-    update, *moments = pl.pallas_call(
+    update, *moments = pallas_call(
         kernel,
         grid=grid.programs,
         out_shape=tuple(shapes),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_adam_8bit",
-    )(*arrays, corrections)
+    )(*factors, *arrays, corrections)
     shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in moments]
     new_mu = dataclasses.replace(mu, codes=shaped[0], scales=shaped[1])
     new_nu = dataclasses.replace(nu, codes=shaped[2], scales=shaped[3])
@@ -76,9 +81,16 @@ def adam_8bit(
 
 
 def _update(
-    refs: Sequence[Any], part: tiles.Part, *, b1: float, b2: float, eps: float, eps_root: float
+    refs: Sequence[Any],
+    factor: Any,
+    part: tiles.Part,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
 ) -> None:
-    """Updates the moments of a part, and writes its update."""
+    """Updates the moments of a part, and writes its update; `factor` is as in `Scaled`, or None."""
     grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *outputs = refs
     update_ref, *new_refs = outputs
     place, mask = (part.token, part.feature(0)), part.exists(0)
@@ -88,7 +100,8 @@ def _update(
         index = tiles.load(codes, *place, mask).astype(jnp.int32)
         return _value(index, unsigned) * tiles.load(scales, *block, blocks_exist)
 
-    g = tiles.load(grad_ref, *place, mask).astype(jnp.float32)
+    g = tiles.load(grad_ref, *place, mask)
+    g = (g if factor is None else scaled(g, factor)).astype(jnp.float32)
     first = np.float32(b1) * moment(mu_ref, mu_scale_ref, False) + np.float32(1 - b1) * g
     second = np.float32(b2) * moment(nu_ref, nu_scale_ref, True)
     second = second + np.float32(1 - b2) * (g * g)

@@ -33,4 +33,5 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.dequantize.pallas",
     mosaic="actjax.kernels.dequantize.mosaic",
+    reads_layers=True,
 )

@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 import jax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
+from actjax.kernels.layers import pallas_call
 
 
 def refuses(code: QuantizedCode) -> str | None:
@@ -35,10 +35,10 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
         grid.run(body)
 
     shape = jax.ShapeDtypeStruct((math.prod(lead), code.features), code.dtype)
-    x = pl.pallas_call(
+    (x,) = pallas_call(
         kernel,
         grid=grid.programs,
-        out_shape=shape,
+        out_shape=[shape],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_dequantize",

@@ -74,4 +74,5 @@ KERNEL = Kernel(
     pallas="actjax.kernels.quantize.pallas",
     mosaic="actjax.kernels.quantize.mosaic",
     triton="actjax.kernels.quantize.triton",
+    writes_layers="results",
 )

@@ -19,6 +19,7 @@ from actjax.formats import scales as group_scales
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
 from actjax.kernels import butterflies, limits, operands, tiles
+from actjax.kernels.layers import Layer, pallas_call
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
@@ -31,18 +32,23 @@ def refuses(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> str | None:
 
 
 def quantize(
-    inputs: fmt.QuantizeInputs, *, format: fmt.Format, interpret: bool = False
+    inputs: fmt.QuantizeInputs,
+    *,
+    format: fmt.Format,
+    interpret: bool = False,
+    into: fmt.QuantizedCode | None = None,
 ) -> fmt.QuantizedCode:
-    """As `actjax.kernels.quantize.api.quantize`."""
+    """As `actjax.kernels.quantize.api.quantize`; `into` as for `Computation.compute`."""
     features, lead = inputs.x.shape[-1], inputs.x.shape[:-1]
     arguments, outputs = _arguments(inputs, format), _outputs(inputs, format)
+    outputs |= _places(into)
     grid = tiles.grid_of(math.prod(lead), features, format.group, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         named = dict(zip((*arguments, *outputs), refs, strict=True))
         grid.run(functools.partial(_encode, named, features, format))
 
-    results = pl.pallas_call(
+    results = pallas_call(
         kernel,
         grid=grid.programs,
         out_shape=tuple(outputs.values()),
@@ -82,7 +88,16 @@ def _arguments(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.
     return arrays
 
 
-def _outputs(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.ShapeDtypeStruct]:
+def _places(into: fmt.QuantizedCode | None) -> dict[str, Layer]:
+    """Returns the layers of stacks that results are written into, by name."""
+    if into is None:
+        return {}
+    arrays = {f"plane{i}": x for i, x in enumerate(into.planes)}
+    arrays |= {name: getattr(into, name) for name in ("scale", "offset", "outliers")}
+    return {name: operands.rows(x) for name, x in arrays.items() if x is not None}
+
+
+def _outputs(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, Any]:
     """Returns the shapes of the arrays that the kernel writes, by name."""
     tokens, features = math.prod(inputs.x.shape[:-1]), inputs.x.shape[-1]
     shapes = {

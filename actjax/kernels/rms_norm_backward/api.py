@@ -75,4 +75,5 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.rms_norm_backward.pallas",
     mosaic="actjax.kernels.rms_norm_backward.mosaic",
+    reads_layers=True,
 )

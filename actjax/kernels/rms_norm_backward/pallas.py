@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
+from actjax.kernels.layers import pallas_call
 
 _LARGEST = 16384
 """Features of a row that registers can hold."""
@@ -94,7 +95,7 @@ def rms_norm_backward(
 
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
     sums = jax.ShapeDtypeStruct((programs, features), jnp.float32)
-    *value, dx, dscale = pl.pallas_call(
+    *value, dx, dscale = pallas_call(
         kernel,
         grid=(programs,),
         out_shape=(*[shape] * with_value, shape, sums),

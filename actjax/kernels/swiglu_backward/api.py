@@ -65,4 +65,5 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.swiglu_backward.pallas",
     mosaic="actjax.kernels.swiglu_backward.mosaic",
+    reads_layers=True,
 )

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
+from actjax.kernels.layers import pallas_call
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 
@@ -63,7 +63,7 @@ def swiglu_backward(
         grid.run(body)
 
     shape = jax.ShapeDtypeStruct((tokens, features), gate.dtype)
-    results = pl.pallas_call(
+    results = pallas_call(
         kernel,
         grid=grid.programs,
         out_shape=(shape,) * (2 + with_value),

@@ -33,7 +33,9 @@ from actjax.optim.layers import (
 from actjax.optim.projected.subspace import Subspace, SubspaceState, SubspaceTransformation
 from actjax.optim.rounding.stochastic import RoundedState, RoundedTransformation, WeightRounding
 from actjax.optim.states.host_states import read_before_writing
+from actjax.optim.stepping import in_place
 from actjax.optim.stepping.pieces import count_pieces, cut, filled, only, plan_pieces, without
+from actjax.optim.stepping import in_place
 from actjax.optim.stepping.pieces import stacked as cut_into
 
 
@@ -221,8 +223,17 @@ def apply(
     count = _count(stacked, layers)
     check_refresh(tx, refresh)
 
+    def update_read(layers: Any, gradient: Any) -> tuple[Any, jax.Array]:
+        params, state, moved = update_one(tx, gradient, layers[1], layers[0], refresh)
+        return (params, state), moved
+
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
+        if in_place.applies(carry, stacked_grads):
+            (params, state), moved = in_place.update(
+                update_read, i, (params, state), stacked_grads
+            )
+            return params, state, square + moved
         state, old = read_before_writing(state, fetched(take(state, i)))
         layer = take(stacked_grads, i), old, take(params, i)
         new, new_state, moved = update_one(tx, *layer, refresh)

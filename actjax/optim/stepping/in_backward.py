@@ -36,6 +36,7 @@ from actjax.optim.layers import (
 )
 from actjax.optim.projected.subspace import SubspaceTransformation
 from actjax.optim.states.host_states import downwards, read_before_writing
+from actjax.optim.stepping import in_place
 from actjax.optim.stepping.apply import (
     check_refresh,
     check_state,
@@ -338,7 +339,9 @@ class _Step:
             inputs, per_layer, weight = batch
             x, before = _differentiated(lambda p: self._settings.before(p, inputs), rest)
             run_layer = functools.partial(self._layer.forward, inputs)
-            x, kept = jax.lax.scan(run_layer, x, (stacked, bases, per_layer))
+            xs = stacked, bases, per_layer
+            scan = in_place.scan if in_place.applies(xs) else jax.lax.scan
+            x, kept = scan(run_layer, x, xs)
             loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
             is_single = self._settings.accumulate == 1
             return (loss, grads), _Residuals(dx, kept, before if is_single else None)
@@ -386,6 +389,8 @@ class _Step:
 
     def _update_layer(self, residuals: Any, i: jax.Array, carry: _Carry) -> _Carry:
         """Differentiates and updates layer `i`: the body of the backward loop."""
+        if self._settings.accumulate == 1 and in_place.applies(carry, residuals):
+            return self._update_in_place(residuals, i, carry)
         block, state = take(carry.stacked, i), fetched(take(carry.states, i))
         leaves, treedef = jax.tree.flatten(block)
         pairs = zip(leaves, carry.ahead, strict=True)
@@ -401,6 +406,26 @@ class _Step:
         block, state, moved = update_one(self._tx, grads, state, block, self._refresh)
         stacked, states = put(carry.stacked, block, i), put(states, state, i)
         return _Carry(dx, stacked, states, norms, carry.moved + moved, ahead)
+
+    def _update_in_place(self, residuals: Any, i: jax.Array, carry: _Carry) -> _Carry:
+        """As `_update_layer`, on one GPU."""
+
+        def update(layers: Any, read: Any, dx: Any, norms: PartNorms) -> tuple[Any, Any]:
+            (block, state), (per_layer, kept) = layers, read
+            arguments = block, self._bases_of(state), per_layer
+            grads, dx = self._layer.backward(self._inputs, arguments, kept, dx)
+            part = self._count - i
+            norms = norms.add(part, grads, self._typical)
+            grads = self._clipping.clip(grads, norms.estimates[part])
+            block, state, moved = update_one(self._tx, grads, state, block, self._refresh)
+            return (block, state), (dx, norms, moved)
+
+        stacks, read = (carry.stacked, carry.states), (self._per_layer, residuals)
+        (stacked, states), others = in_place.update(update, i, stacks, read, carry.dx, carry.norms)
+        dx, norms, moved = others
+        return carry._replace(
+            dx=dx, stacked=stacked, states=states, norms=norms, moved=carry.moved + moved
+        )
 
     def _gradient_of_layer(
         self, i: jax.Array, arguments: tuple[Any, Bases], residuals: Any, dx: Any

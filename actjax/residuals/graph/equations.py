@@ -3,9 +3,10 @@
 This module holds everything that depends on how a version of JAX writes its equations.
 """
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -130,12 +131,19 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of one equation, in its original context and with its source line."""
+@contextlib.contextmanager
+def context_of(eqn: core.JaxprEqn) -> Iterator[None]:
+    """The original context, name scopes and source line of an equation."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     context: Any = eqn.ctx
     with source_info_util.user_context(source.traceback, name_stack=stack), context.manager:
+        yield
+
+
+def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of one equation, in its original context and with its source line."""
+    with context_of(eqn):
         params = eqn.primitive.get_bind_params(eqn.params)
         outputs = eqn.primitive.bind(*inputs, **params)
     # Always a list: the result of `shard_map` (JAX 0.10) cannot be indexed.

@@ -1,0 +1,245 @@
+"""Loops over stacked layers whose kernels read and write the stacks where they are.
+
+The function of one layer is traced once. Where an array of the layer goes straight into a kernel,
+the kernel gets the stack and the index; where a kernel computes an array that the loop writes into
+a stack, the kernel writes it there; and a kernel that converts a gradient gets it as it is. All
+else is sliced and written back as usual. The results are the same to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from actjax._host import is_on_host
+from actjax._shards import is_partitioned
+from actjax.kernels import primitive
+from actjax.kernels.layers import Layer, Scaled, value_of
+from actjax.optim.layers import put
+from actjax.residuals.graph.equations import context_of, run_equation
+from actjax.residuals.graph.programs import inlined, run_inlined
+
+
+def applies(*stacks: Any) -> bool:
+    """Returns whether kernels may read and write these stacks: on a GPU that holds them alone."""
+    on_host = any(map(is_on_host, jax.tree.leaves(stacks)))
+    return jax.default_backend() == "gpu" and not on_host and not is_partitioned(stacks)
+
+
+def update(
+    fun: Callable[..., tuple[Any, Any]], index: jax.Array, stacks: Any, read: Any, *args: Any
+) -> tuple[Any, Any]:
+    """Returns stacks whose layer `index` is replaced, and other results.
+
+    Args:
+      fun: `fun(layer, read_layer, *args)` returns the new layer, in the structure and the shapes of
+        the old one, and other results.
+      index: int32 scalar.
+      stacks: arrays with a leading axis of layers.
+      read: further such arrays, which are only read.
+      *args: further arguments.
+    """
+    shapes = jax.tree.map(_shape_of_layer, (stacks, read))
+    program, (_, others) = _traced(fun, *shapes, *args)
+    layers = [Layer(x, index) for x in jax.tree.leaves((stacks, read))]
+    written, treedef = jax.tree.flatten(stacks)
+    places = [*layers[: len(written)], *(None for _ in jax.tree.leaves(others))]
+    results = _run(program, [*layers, *jax.tree.leaves(args)], places)
+    new = [_written(at, y) for at, y in zip(layers, results[: len(written)], strict=False)]
+    others = jax.tree.unflatten(jax.tree.structure(others), results[len(written) :])
+    return treedef.unflatten(new), others
+
+
+def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Returns `jax.lax.scan(fun, carry, xs)`, in which kernels write into the stack of `ys`.
+
+    Args:
+      fun: as for `jax.lax.scan`.
+      carry: as for `jax.lax.scan`.
+      xs: arrays with a leading axis of layers; at least one.
+    """
+    length = len(jax.tree.leaves(xs)[0])
+    program, (_, ys) = _traced(fun, carry, jax.tree.map(_shape_of_layer, xs))
+    shapes, treedef = jax.tree.flatten(ys)
+    first, carried = jax.tree.flatten(carry)
+    made_by = _producers(program.jaxpr)
+    is_in_place = [
+        isinstance(var, core.Var) and var in made_by for var in program.jaxpr.outvars[len(first) :]
+    ]
+    stacks = [
+        jax.lax.empty((length, *y.shape), y.dtype)
+        for y, here in zip(shapes, is_in_place, strict=True)
+        if here
+    ]
+
+    def body(state: Any, slices: Any) -> tuple[Any, list[jax.Array]]:
+        carry, stacks = state
+        i, x = slices
+        free = iter(stacks)
+        places = [Layer(next(free), i) if here else None for here in is_in_place]
+        inputs = [*carry, *jax.tree.leaves(x)]
+        results = _run(program, inputs, [*(None for _ in carry), *places])
+        carry, ys = results[: len(carry)], results[len(carry) :]
+        pairs = list(zip(places, ys, strict=True))
+        stacks = [_written(at, y) for at, y in pairs if at is not None]
+        return (carry, stacks), [y for at, y in pairs if at is None]
+
+    indices = jnp.arange(length, dtype=jnp.int32)
+    (last, stacks), stacked = jax.lax.scan(body, (first, stacks), (indices, xs))
+    parts = iter(stacks), iter(stacked)
+    leaves = [next(parts[0] if here else parts[1]) for here in is_in_place]
+    return carried.unflatten(last), treedef.unflatten(leaves)
+
+
+def _written(layer: Layer, value: Any) -> jax.Array:
+    """Returns the stack with `value` in the place of a layer; a `Layer` is there already."""
+    return value.stack if isinstance(value, Layer) else put(layer.stack, value, layer.index)
+
+
+def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def _traced(fun: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """Returns the program of `fun(*args)` without calls, and the shapes of its results."""
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return inlined(program), shapes
+
+
+def _run(
+    program: core.ClosedJaxpr, inputs: Sequence[Any], places: Sequence[Layer | None]
+) -> list[Any]:
+    """Returns the results of a program.
+
+    Args:
+      program: without calls.
+      inputs: arrays, or `Layer`s of which kernels may read the stack.
+      places: for each result, a layer that a kernel may write it into, so that the result is this
+        layer; None for an array.
+    """
+    made_by, into = _producers(program.jaxpr), {}
+    for var, place in zip(program.jaxpr.outvars, places, strict=True):
+        if place is not None and isinstance(var, core.Var) and var in made_by:
+            into[made_by[var]] = place
+    values: dict[int, tuple[Layer, jax.Array]] = {}
+    written: dict[int, Layer] = {}
+    gradients = _Gradients()
+
+    def read(x: Any) -> Any:
+        """Returns an array; one slice of a layer for all that read it."""
+        if not isinstance(x, Layer):
+            return x
+        if id(x) not in values:
+            values[id(x)] = x, value_of(x)
+        return values[id(x)][1]
+
+    def handle(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
+        has_layers = any(isinstance(x, Layer) for x in inputs)
+        if eqn.primitive.name in _Gradients.primitives:
+            arrays = [read(x) for x in inputs]
+            return gradients.followed(eqn, arrays, run_equation(eqn, arrays))
+        if primitive.is_kernel(eqn):
+            targets = [into.get(var) for var in eqn.outvars]
+            if primitive.converts(eqn):
+                inputs = [gradients.source(inputs[0]), *inputs[1:]]
+            with context_of(eqn):
+                results = primitive.call_on_layers(eqn, inputs, targets)
+            written.update({id(y): y for y in results if isinstance(y, Layer)})
+            return results
+        if not has_layers:
+            return None
+        if eqn.primitive.name == "name":
+            return inputs
+        if eqn.primitive.name == "optimization_barrier":
+            return _barrier(inputs, written)
+        return run_equation(eqn, [read(x) for x in inputs])
+
+    results = run_inlined(program, inputs, handle)
+    return [read(y) if at is None else y for y, at in zip(results, places, strict=True)]
+
+
+def _barrier(inputs: Sequence[Any], written: dict[int, Layer]) -> list[Any]:
+    """Runs an optimization barrier, some of whose inputs are layers.
+
+    It makes readers of a layer wait by the index. A layer that a kernel has written passes with its
+    stack, so that what is behind the barrier waits for the kernel.
+    """
+    index = next(x.index for x in inputs if isinstance(x, Layer))
+    arrays: list[Any] = [x for x in inputs if not isinstance(x, Layer)]
+    stacks = [x.stack for x in inputs if isinstance(x, Layer) and id(x) in written]
+    *passed, index = jax.lax.optimization_barrier((*arrays, *stacks, index))
+    arrays, stacks = passed[: len(arrays)], passed[len(arrays) :]
+    results, free_arrays, free_stacks = [], iter(arrays), iter(stacks)
+    for x in inputs:
+        if not isinstance(x, Layer):
+            results.append(next(free_arrays))
+            continue
+        is_written = id(x) in written
+        layer = Layer(next(free_stacks) if is_written else x.stack, index)
+        if is_written:
+            written[id(layer)] = layer
+        results.append(layer)
+    return results
+
+
+class _Gradients:
+    """Arrays in float32 that are an array of 16 bits, or the rounded product of one and a scalar."""
+
+    primitives = "convert_element_type", "mul"
+
+    def __init__(self) -> None:
+        """Begins with no array."""
+        # By the ids of arrays, which are kept so that no other array gets one.
+        self._sources: dict[int, tuple[jax.Array, Any]] = {}
+        self._products: dict[int, tuple[jax.Array, Scaled]] = {}
+
+    def source(self, x: Any) -> Any:
+        """Returns the array of 16 bits, or a `Scaled`; `x` itself if it is no such array."""
+        return self._sources.get(id(x), (x, x))[1]
+
+    def followed(
+        self, eqn: core.JaxprEqn, inputs: list[jax.Array], outputs: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns the outputs of an equation with these inputs, and remembers their source."""
+        (y,) = outputs
+        if eqn.primitive.name == "mul":
+            array, factor = inputs if jnp.shape(inputs[1]) == () else inputs[::-1]
+            source = self.source(array)
+            if jnp.shape(factor) == () and y.dtype == jnp.float32 and _has_16_bits(source):
+                factor = jnp.asarray(factor, jnp.float32)
+                self._products[id(y)] = y, Scaled(source, factor)
+            return outputs
+        source = self.source(inputs[0])
+        if id(inputs[0]) in self._products:
+            _, source = self._products[id(inputs[0])]
+            if y.dtype == source.dtype:
+                self._sources[id(y)] = y, source
+        elif y.dtype == jnp.float32 and (isinstance(source, Scaled) or _has_16_bits(source)):
+            self._sources[id(y)] = y, source
+        return outputs
+
+
+def _has_16_bits(x: Any) -> bool:
+    if isinstance(x, Scaled):
+        return False
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+
+
+def _producers(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:
+    """Returns the variables that kernels compute which can write them into stacks.
+
+    Returns:
+      By variable, the variable that the kernel returns: itself, or the input of names and barriers
+      that the value has passed.
+    """
+    made_by: dict[core.Var, core.Var] = {}
+    for eqn in jaxpr.eqns:
+        if primitive.writes_layers(eqn):
+            made_by |= {var: var for var in eqn.outvars}
+        elif eqn.primitive.name in ("name", "optimization_barrier"):
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            made_by |= {y: made_by[x] for x, y in pairs if isinstance(x, core.Var) and x in made_by}
+    return made_by
