@@ -50,7 +50,7 @@ PRESETS: dict[str, ModelConfig] = {
     "llama_130m": _galore(768, 2048, 12, 12),
     "llama_250m": _galore(768, 2560, 24, 16),
     "llama_350m": _galore(1024, 2736, 24, 16),
-    "llama_1b": _galore(2048, 5504, 24, 32),
+    "llama_1b": _galore(2048, 5461, 24, 32),
     "llama_3b": _galore(2560, 6848, 32, 32),
     "llama_7b": _galore(4096, 11008, 32, 32, max_seq_len=2048),
     "llama3_1b": ModelConfig(
