@@ -1,0 +1,126 @@
+"""Tests of actjax/optim/stepping/in_place.py: kernels that read and write stacks of layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxprs import equations
+
+import actjax
+from actjax import kernels, optim
+from actjax.optim.stepping import in_place
+
+DEPTH, WIDTH, FEATURES, TOKENS = 2, 32, 64, 16
+CODE = actjax.Quantized(4, group=32, balance=True)
+TX = optim.stochastic_rounding(
+    optax.chain(
+        optim.scale_by_adam_8bit(block=32, min_size=1024),
+        optax.add_decayed_weights(0.1),
+        optax.scale(-0.05),
+    )
+)
+SHAPES = {"gate": (WIDTH, FEATURES), "up": (WIDTH, FEATURES), "down": (FEATURES, WIDTH)}
+
+
+def numbers(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    drawn = np.random.default_rng(seed).normal(size=shape) / shape[-2] ** 0.5
+    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))
+
+
+def parameters() -> dict:
+    layers = {name: numbers(i, DEPTH, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+    layers["scale"] = jnp.asarray(np.ones((DEPTH, WIDTH), jnp.bfloat16))
+    return {"layers": layers, "head": numbers(3, WIDTH, WIDTH)}
+
+
+def layer(block, x, inputs, key):
+    del inputs, key
+    gate, up = actjax.norm_linear(x, block["scale"], (block["gate"], block["up"]), codec=CODE)
+    return x + actjax.swiglu_linear(gate, up, block["down"], codec=CODE)
+
+
+def after(params, x, inputs):
+    return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32) - inputs["y"]))
+
+
+# Gradients are clipped, by a factor within the kernel of Adam.
+UPDATE = optim.in_backward(lambda params, inputs: inputs["x"], layer, after, TX, clip=0.5)
+INPUTS = {"x": numbers(4, 2, TOKENS, WIDTH), "y": numbers(5, 2, TOKENS, WIDTH, dtype="float32")}
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """A function that chooses whether stacks are read and written in place."""
+
+    def set_to(wanted: bool) -> None:
+        monkeypatch.setattr(in_place, "applies", lambda *_: wanted)
+
+    with kernels.use("interpreted"):
+        yield set_to
+
+
+def calls_on_layers(program) -> dict[str, tuple[int, int]]:
+    """Returns the stacks that kernels of a program get, and those that they write, by kernel."""
+    counts: dict[str, tuple[int, int]] = {}
+    for eqn in equations(program):
+        call = eqn.params.get("call")
+        if getattr(call, "layers", ()):
+            known = counts.get(str(call), (0, 0))
+            own = sum(call.layers), sum(place is not None for place in call.into)
+            counts[str(call)] = known[0] + own[0], known[1] + own[1]
+    return counts
+
+
+def assert_equal(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_two_steps_equal_those_with_slices(choose):
+    results = []
+    for wanted in (False, True):
+        choose(wanted)
+
+        @jax.jit
+        def two_steps(params):
+            def step(_, carry):
+                return UPDATE.step(*carry[:2], INPUTS, jnp.zeros((DEPTH,)))
+
+            zero = jnp.zeros(())
+            return jax.lax.fori_loop(0, 2, step, (params, UPDATE.init(params), zero, zero))
+
+        results.append(two_steps(parameters()))
+    assert_equal(*results)
+
+
+def test_kernels_get_the_stacks(choose):
+    choose(True)
+    params = parameters()
+    state = jax.eval_shape(UPDATE.init, params)
+    step = jax.make_jaxpr(UPDATE.step)(params, state, INPUTS, jnp.zeros((DEPTH,)))
+    counts = calls_on_layers(step)
+    # A plane, a scale and an offset of three codes; two moments of three matrices.
+    assert counts["quantize"] == (9, 9)
+    # Codes with the mean and the spread of their channels.
+    assert counts["rms_norm_backward"] == (5, 0)
+    assert counts["swiglu_backward"] == (10, 0)
+    assert counts["adam_8bit"] == (12, 12)
+
+
+def test_apply_equals_the_update_with_slices(choose):
+    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
+    grads = jax.tree.map(lambda x: numbers(7, *x.shape), params)
+    results = []
+    for wanted in (False, True):
+        choose(wanted)
+
+        @jax.jit
+        def two_updates(params, grads):
+            def step(_, carry):
+                return optim.apply(TX, grads, carry[1], carry[0], with_norm=True)
+
+            return jax.lax.fori_loop(0, 2, step, (params, optim.init(TX, params), jnp.zeros(())))
+
+        results.append(two_updates(params, grads))
+    assert_equal(*results)
