@@ -9,6 +9,7 @@ import jax
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
+from actjax._math.padding import check_features, zero_beyond
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.formats.code import QuantizedCode
@@ -24,6 +25,7 @@ def swiglu(
     *,
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
+    features: int | None = None,
     name: str = "",
 ) -> jax.Array:
     """Returns `silu(gate) * up`, computed in float32, and holds only `gate` and `up`.
@@ -39,24 +41,28 @@ def swiglu(
       codec: stores `gate` and `up`, or a pair of codecs.
       key: randomness of the encoding, or a pair of keys; consumed. Needed if a codec draws random
         numbers.
+      features: number of features that are not padding; None for all. The value and the gradients
+        are zero beyond it.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       [..., f] in the dtype of `gate`.
 
     Raises:
-      ValueError: the two differ in shape or dtype, or a missing key.
+      ValueError: the two differ in shape or dtype, a missing key, or `features` out of range.
       TypeError: an input that is not floating point, or a `codec` that is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
+    activate = Activate(check_features(features, gate.shape[-1]))
     if all_exact(codecs):
-        return _swiglu(name, *(x.value() if isinstance(x, LowRankSum) else x for x in (gate, up)))
+        gate, up = (x.value() if isinstance(x, LowRankSum) else x for x in (gate, up))
+        return _swiglu(name, activate.features, gate, up)
     names = f"{name} gate".strip(), f"{name} up".strip()
     inputs, lows = split_sums((gate, up))
     if any(isinstance(x, LowRankSum) for x in (gate, up)):
-        return coded_call(of_sums(Activate()), inputs, ((), lows), codecs, key, "swiglu", names)
-    return coded_call(Activate(), inputs, (), codecs, key, "swiglu", names)
+        return coded_call(of_sums(activate), inputs, ((), lows), codecs, key, "swiglu", names)
+    return coded_call(activate, inputs, (), codecs, key, "swiglu", names)
 
 
 def check_gate(gate: Activation, up: Activation) -> None:
@@ -72,10 +78,16 @@ def check_gate(gate: Activation, up: Activation) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Activate:
-    """SwiGLU of a pair of activations, whose backward pass can read their codes."""
+    """SwiGLU of a pair of activations, whose backward pass can read their codes.
+
+    Attributes:
+      features: number of features that are not padding; None for all.
+    """
+
+    features: int | None = None
 
     def __call__(self, activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
-        return _swiglu("", *activations)
+        return _swiglu("", self.features, *activations)
 
     def from_codes(
         self,
@@ -85,30 +97,33 @@ class Activate:
         with_value: bool,
     ) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array], tuple[()]]:
         """As `actjax._core.coded_call.FromCodes`."""
-        value, dgate, dup = swiglu_backward(*codes, cotangent, with_value=with_value)
+        value, dgate, dup = swiglu_backward(
+            *codes, cotangent, with_value=with_value, features=self.features
+        )
         return value, (dgate, dup), ()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _swiglu(name: str, features: int | None, gate: jax.Array, up: jax.Array) -> jax.Array:
     del name
     wide = accumulation_dtype(gate.dtype)
-    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+    value = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
+    return zero_beyond(features, value).astype(gate.dtype)
 
 
-def _swiglu_fwd(name, gate, up):
+def _swiglu_fwd(name, features, gate, up):
     with jax.named_scope("actjax.swiglu"):
         gate, held_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate".strip())
         up, held_up = keep(up, Exact(), None, "swiglu", f"{name} up".strip())
-        return _swiglu(name, gate, up), (held_gate, held_up)
+        return _swiglu(name, features, gate, up), (held_gate, held_up)
 
 
-def _swiglu_bwd(name, residuals, dy):
+def _swiglu_bwd(name, features, residuals, dy):
     del name
     gate, up = residuals
     with jax.named_scope("actjax.swiglu"):
         wide = accumulation_dtype(gate.dtype)
-        g, u, dy = gate.astype(wide), up.astype(wide), dy.astype(wide)
+        g, u, dy = gate.astype(wide), up.astype(wide), zero_beyond(features, dy.astype(wide))
         _, dgate, dup = value_and_grads(g, u, dy)
     return dgate.astype(gate.dtype), dup.astype(up.dtype)
 

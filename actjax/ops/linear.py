@@ -10,6 +10,7 @@ from typing import Any, overload
 import jax
 
 from actjax._core.checks import check_codec, check_floating
+from actjax._math.padding import check_features
 from actjax.codecs import Codec, Exact
 from actjax.weights.base import ArrayWeight, as_weight
 from actjax.weights.lora import LowRankSum
@@ -24,6 +25,7 @@ def linear(
     bias: jax.Array | None = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    features: int | None = None,
     name: str = "input",
 ) -> jax.Array: ...
 @overload
@@ -34,6 +36,7 @@ def linear(
     bias: tuple[jax.Array | None, ...] | None = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    features: int | None = None,
     name: str = "input",
 ) -> tuple[jax.Array, ...]: ...
 @overload
@@ -44,6 +47,7 @@ def linear(
     bias: Any = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    features: int | None = None,
     split: bool = False,
     name: str = "input",
 ) -> Any: ...
@@ -54,6 +58,7 @@ def linear(
     bias: Any = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    features: int | None = None,
     split: bool = False,
     name: str = "input",
 ) -> Any:
@@ -74,6 +79,8 @@ def linear(
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
       codec: stores `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      features: number of features of `x` that are not padding, beyond which `x` is zero; None for
+        all. The decoded `x` is zero there too, and so are these rows of the gradients of weights.
       split: whether a `LoRA` gives an `actjax.LowRankSum`: frozen part and adapter part apart.
       name: the name of the stored input in `actjax.explain`.
 
@@ -81,16 +88,18 @@ def linear(
       [..., n] in the dtype of `x`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
+      ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`, or
+        `features` out of range.
       TypeError: `codec` is not a codec, or `x` or a weight is not floating point.
     """
     weights, biases = check_linear(x, w, bias)
     check_codec(codec)
+    features = check_features(features, x.shape[-1])
     if codec.needs_key:
         codec.required_key(key)
 
     def run(weights: Weights, biases: Biases) -> tuple[jax.Array, ...]:
-        return product(name, x, weights, biases, key, codec)
+        return product(name, x, weights, biases, key, codec, features)
 
     outputs: Any = joined_products(run, weights, biases, split, name)
     return outputs if isinstance(w, tuple | list) else outputs[0]

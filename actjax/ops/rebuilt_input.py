@@ -14,6 +14,7 @@ import jax
 
 from actjax._core.checks import check_codecs, check_floating
 from actjax._core.coded_call import Operator, coded_call, differentiate, restore
+from actjax._math.padding import check_features
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention import (
@@ -82,6 +83,7 @@ def swiglu_linear(
     bias: Any = None,
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
+    features: int | None = None,
     name: str = "",
 ) -> Any:
     """Returns `linear(swiglu(gate, up), w)`, and holds only codes of `gate` and `up`.
@@ -96,19 +98,21 @@ def swiglu_linear(
       codec: stores `gate` and `up`, or a pair of codecs.
       key: randomness of the encoding, or a pair of keys; consumed. Needed if a codec draws random
         numbers.
+      features: as for `actjax.swiglu`. Rows of the gradient of `w` are zero beyond it.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       [..., n] in the dtype of `gate`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes that do not fit, or a missing key.
+      ValueError: shapes that do not fit, a missing key, or `features` out of range.
       TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
     names = f"{name} gate".strip(), f"{name} up".strip()
-    return _then_linear(Activate(), (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
+    activate = Activate(check_features(features, gate.shape[-1]))
+    return _then_linear(activate, (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
 
 
 def gelu_linear(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from actjax._math.padding import zero_beyond
 from actjax._math.precision import contract_tokens, matmul, matmul_transposed, product_dtype
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
@@ -26,11 +27,14 @@ class StoredInput:
       codec: how `x` is stored, unless it is stored in a basis.
       code: the code of `x`; a `BasisCode` if `x` is stored in a basis.
       basis: the basis [d, k] of this code, if a weight needs its gradient in full, else None.
+      features: number of features of `x` that are not padding; None for all. The decoded input is
+        zero beyond it; an `Exact` code is zero there itself.
     """
 
     codec: Codec
     code: Any
     basis: jax.Array | None = None
+    features: int | None = None
 
     @property
     def is_in_basis(self) -> bool:
@@ -40,24 +44,26 @@ class StoredInput:
     def value(self) -> jax.Array:
         """Returns the decoded input `x_hat`, [..., d]."""
         if not self.is_in_basis:
-            return self.codec.decode(self.code)
+            return self._unpadded(self.codec.decode(self.code), -1)
         coordinates = in_basis.decode(self.code)
-        return matmul(coordinates, self._basis.astype(coordinates.dtype).T)
+        decoded = matmul(coordinates, self._basis.astype(coordinates.dtype).T)
+        return self._unpadded(decoded, -1)
 
     def weight_grad(self, dz: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Returns `x_hatᵀ dz`, [d, n], in a dtype."""
         if self.is_in_basis:
             right = self.right(dz)
-            return matmul(self._basis.astype(right.dtype), right).astype(dtype)
+            gradient = matmul(self._basis.astype(right.dtype), right)
+            return self._unpadded(gradient, -2).astype(dtype)
         if isinstance(self.codec, Exact):
             narrow = product_dtype(self.code.dtype, dz.dtype, dtype)
             return contract_tokens(self.code, dz, dtype=narrow).astype(dtype)
-        return self.codec.weight_grad(self.code, dz).astype(dtype)
+        return self._unpadded(self.codec.weight_grad(self.code, dz), -2).astype(dtype)
 
     def left(self) -> jax.Array:
         """Returns the factor [d, k] of `x_hatᵀ dz` that all weights of this input share."""
         codec: Any = self.codec
-        return codec.left(self.code)
+        return self._unpadded(codec.left(self.code), -2)
 
     def right(self, dz: jax.Array) -> jax.Array:
         """Returns the factor [k, n] of `x_hatᵀ dz`; in a basis `P` it is `(x P)ᵀ dz`."""
@@ -65,6 +71,11 @@ class StoredInput:
             return contract_tokens(in_basis.decode(self.code), dz)
         codec: Any = self.codec
         return codec.right(self.code, dz)
+
+    def _unpadded(self, x: jax.Array, axis: int) -> jax.Array:
+        """Returns an array, of the decoded input or a gradient, with zeros for the padding."""
+        is_exact = isinstance(self.codec, Exact) and not self.is_in_basis
+        return x if is_exact else zero_beyond(self.features, x, axis)
 
     @property
     def _basis(self) -> jax.Array:

@@ -30,6 +30,7 @@ def product(
     biases: Biases,
     key: jax.Array | None = None,
     codec: Codec = Exact(),
+    features: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns `x w + b` for each weight and bias, and keeps one code of `x`.
 
@@ -40,11 +41,12 @@ def product(
       biases: [n_i] or None each.
       key: randomness of the encoding; None if the codec draws none.
       codec: stores `x`.
+      features: number of features of `x` that are not padding; None for all.
 
     Returns:
       [..., n_i] in the dtype of `x` each.
     """
-    operator = _Product(codec.gradient_rank(x.shape))
+    operator = _Product(codec.gradient_rank(x.shape), features)
     others, keys = (weights, biases, key), None if key is None else (key,)
     return coded_call(operator, (x,), others, (codec,), keys, "linear", (name,))
 
@@ -60,9 +62,11 @@ class _Product(Operator):
 
     Attributes:
       rank: rank of the factored gradients of the weights; None if they are dense.
+      features: number of features of the input that are not padding; None for all.
     """
 
     rank: int | None
+    features: int | None
 
     def __call__(self, activations: Sequence[jax.Array], others: Any) -> tuple[jax.Array, ...]:
         (x,), (weights, biases, key) = activations, others
@@ -94,7 +98,7 @@ class _Product(Operator):
             # Without the barrier XLA could decode early, and the inputs of many layers at once.
             code, dzs = jax.lax.optimization_barrier((code, dzs))
         dx = input_grad(weights, dzs)
-        stored = StoredInput(codec, code, basis)
+        stored = StoredInput(codec, code, basis, self.features)
         return (dx,), (*_parameter_grads(stored, weights, biases, dzs), None)
 
 

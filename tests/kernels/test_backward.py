@@ -127,6 +127,20 @@ def test_implementations_agree(name):
         assert_same(a, b, 2 * TINY * bound)
 
 
+@pytest.mark.parametrize(
+    ("name", "features"), [("swiglu, many rows", 17), ("swiglu, one rotated", 66)]
+)
+def test_padding_is_zero_and_all_else_as_without_it(name, features):
+    kernel, _, args = problem(name)
+    padded = functools.partial(kernel, features=features)
+    results, plain = (backward(fun, BOTH, args)[0] for fun in (padded, kernel))
+    for result, whole in zip(results, plain, strict=True):
+        for got, want in zip(result, whole, strict=True):
+            np.testing.assert_array_equal(got[..., :features], want[..., :features])
+            assert not np.any(got[..., features:])
+            assert np.any(want[..., features:])
+
+
 @pytest.mark.parametrize("name", ["norm, an array", "swiglu, normal levels"])
 def test_without_value_it_is_none(name):
     kernel, _, args = problem(name)

@@ -146,6 +146,10 @@ VALUE_ERRORS = [
     (lambda: norm_linear(X, S, W, bias=S), "the bias of `w`(8, 5) must be (5,), got (8,)."),
     (lambda: norm_linear(X, S, (W, W), bias=(None,)), "`bias` has 1 entries for 2 weights"),
     (lambda: swiglu_linear(X, WT, W), "`gate` and `up` must agree in shape"),
+    (lambda: swiglu_linear(X, X, W, features=9), "an integer from 1 to the width 8, or None"),
+    (lambda: swiglu(X, X, features=0), "`features` must be the number of features that are not"),
+    (lambda: linear(X, W, features=9), "the width 8, or None for all: got 9"),
+    (lambda: linear(X, W, features=4.0), "got 4.0"),
     (lambda: swiglu_linear(X, X, W7), "got x(6, 8) @ w(7, 5)"),
     (lambda: gelu_linear(X, W7), "got x(6, 8) @ w(7, 5)"),
     # attention_linear

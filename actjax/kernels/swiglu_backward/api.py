@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from actjax._math.padding import check_features, zero_beyond
+from actjax._shards import is_partitioned
 from actjax.formats.code import QuantizedCode
 from actjax.kernels.checks import check_code, check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
@@ -16,6 +18,7 @@ def swiglu_backward(
     dy: jax.Array,
     *,
     with_value: bool = True,
+    features: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Returns `silu(gate) * up` and the gradients of `gate` and `up`, at the decoded inputs.
@@ -28,6 +31,8 @@ def swiglu_backward(
       up: code with the same shape, dtype and group.
       dy: gradient of the value, [..., f].
       with_value: whether to return the value.
+      features: number of features that are not padding; None for all. Decoded inputs are zero
+        beyond it, and so are the value and both gradients.
       implementation: what computes it; None for the best one that applies.
 
     Returns:
@@ -41,13 +46,25 @@ def swiglu_backward(
     check_floating("swiglu_backward", "dy", dy)
     check_code("swiglu_backward", "gate", gate, dy.shape)
     check_code("swiglu_backward", "up", up, dy.shape)
-    return KERNEL(gate, up, dy, with_value=with_value, implementation=implementation)
+    features = check_features(features, dy.shape[-1])
+    options: dict[str, Any] = {"with_value": with_value, "implementation": implementation}
+    if features is None or not is_partitioned((gate, up, dy)):
+        return KERNEL(gate, up, dy, features=features, **options)
+    # A device that computes some of the features does not know which of them are padding.
+    results = KERNEL(gate, up, dy, features=None, **options)
+    return jax.tree.map(lambda x: zero_beyond(features, x), results)
 
 
 def _dims(
-    result: Any, gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+    result: Any,
+    gate: QuantizedCode,
+    up: QuantizedCode,
+    dy: jax.Array,
+    *,
+    with_value: bool,
+    features: int | None = None,
 ) -> tuple[tuple, tuple] | None:
-    del dy, with_value
+    del dy, with_value, features
     if gate.seed is not None or up.seed is not None:
         return None
     codes = gate.dims(), up.dims()

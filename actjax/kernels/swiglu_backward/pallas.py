@@ -14,10 +14,15 @@ from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 
 def refuses(
-    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+    gate: QuantizedCode,
+    up: QuantizedCode,
+    dy: jax.Array,
+    *,
+    with_value: bool,
+    features: int | None = None,
 ) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
-    del with_value
+    del with_value, features
     if gate.format.group != up.format.group:
         groups = f"{gate.format.group} and {up.format.group}"
         return f"takes groups of one size for `gate` and `up`, got {groups}"
@@ -32,16 +37,17 @@ def swiglu_backward(
     dy: jax.Array,
     *,
     with_value: bool,
+    features: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
-    features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
+    width, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
     gate_arrays, bind_gate = operands.operands(gate)
     up_arrays, bind_up = operands.operands(up)
     # A rotation holds all slices of a group, of both codes: half as many numbers fit the registers.
     rotated = gate.format.rotate or up.format.rotate
     numbers = 1024 if rotated else 2048
-    grid = tiles.grid_of(tokens, features, gate.format.group, numbers, interpret=interpret)
+    grid = tiles.grid_of(tokens, width, gate.format.group, numbers, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         coded_gate = bind_gate(*refs[: len(gate_arrays)])
@@ -54,6 +60,8 @@ def swiglu_backward(
             for number, (g, u) in enumerate(decoded):
                 place = part.token, part.feature(number)
                 mask = part.exists(number)
+                if features is not None:
+                    g, u = (jnp.where(place[1] < features, x, 0) for x in (g, u))
                 cotangent = tiles.load(dy_ref, *place, mask).astype(jnp.float32)
                 results = value_and_grads(g, u, cotangent)
                 wanted = results if with_value else results[1:]
@@ -62,7 +70,7 @@ def swiglu_backward(
 
         grid.run(body)
 
-    shape = jax.ShapeDtypeStruct((tokens, features), gate.dtype)
+    shape = jax.ShapeDtypeStruct((tokens, width), gate.dtype)
     results = pallas_call(
         kernel,
         grid=grid.programs,

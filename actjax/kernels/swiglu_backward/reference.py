@@ -2,17 +2,24 @@
 
 import jax
 
+from actjax._math.padding import zero_beyond
 from actjax._math.precision import accumulation_dtype
 from actjax.formats.code import QuantizedCode
 from actjax.formats.quantize import dequantize
 
 
 def swiglu_backward(
-    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+    gate: QuantizedCode,
+    up: QuantizedCode,
+    dy: jax.Array,
+    *,
+    with_value: bool,
+    features: int | None = None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
     wide = accumulation_dtype(gate.dtype)
-    g, u = dequantize(gate).astype(wide), dequantize(up).astype(wide)
+    decoded = dequantize(gate), dequantize(up)
+    g, u = (zero_beyond(features, x.astype(wide)) for x in decoded)
     value, dgate, dup = (x.astype(gate.dtype) for x in value_and_grads(g, u, dy.astype(wide)))
     return value if with_value else None, dgate, dup
 
