@@ -15,6 +15,7 @@ import tyro
 
 from benchmarks.tables import Cells, markdown
 from models import Decoder
+from models.padding import count_parameters
 from models.presets import PRESETS
 from train.planning.devices import find_device
 from train.planning.estimate import compiled_peak, least_bytes
@@ -70,7 +71,7 @@ def _least_bytes(title: str, model: str) -> int:
 
 def _parameters(model: str) -> int:
     shapes = jax.eval_shape(lambda: Decoder(PRESETS[model], jax.random.key(0)))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return count_parameters(shapes, PRESETS[model])
 
 
 def table(

@@ -53,7 +53,7 @@ class Config:
 def layer_of(model: str) -> dict[str, tuple[int, int]]:
     """Returns the shapes of the matrices of one layer."""
     config = preset(model)
-    width, heads, ffn = config.hidden_size, config.head_size, config.ffn_size
+    width, heads, ffn = config.hidden_size, config.head_size, config.stored_ffn_size
     queries, keys = config.num_heads * heads, config.num_kv_heads * heads
     attention = {"q": (width, queries), "k": (width, keys), "v": (width, keys)}
     return attention | {

@@ -15,6 +15,7 @@ from flax import nnx
 import actjax
 from models.chunks import in_chunks
 from models.config import ModelConfig
+from models.padding import pad
 from models.rope import Tables, rope_tables
 from models.sharding import attend_by_heads, split_features, split_residual
 from models.storage import SITES, Storage
@@ -90,14 +91,19 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Weights of the gated feed-forward network, [in, out] each."""
+    """Weights of the gated feed-forward network, [in, out] each, with their padding."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
         d, f = config.hidden_size, config.ffn_size
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.gate = normal(gate_key, (d, f), config.init_std, dtype)
-        self.up = normal(up_key, (d, f), config.init_std, dtype)
-        self.down = normal(down_key, (f, d), config.init_std, dtype)
+
+        def drawn(name: str, key: jax.Array, *shape: int) -> nnx.Param:
+            weight = normal(key, shape, config.init_std, dtype)
+            return nnx.Param(pad(name, weight[...], config))
+
+        self.gate = drawn("gate", gate_key, d, f)
+        self.up = drawn("up", up_key, d, f)
+        self.down = drawn("down", down_key, f, d)
 
 
 class Block(nnx.Module):
@@ -248,12 +254,12 @@ class Block(nnx.Module):
             "codec": (storage.gate, storage.up),
             "key": (keys["gate"], keys["up"]),
         }
+        features = config.ffn_size
         if storage.mlp_out is None:
-            return actjax.swiglu_linear(gate, up, weight, **options, name="mlp")
-        out = visit("mlp_out", actjax.swiglu(gate, up, **options))
-        return actjax.linear(
-            out, weight, codec=storage.mlp_out, key=keys["mlp_out"], name="mlp_out"
-        )
+            return actjax.swiglu_linear(gate, up, weight, **options, features=features, name="mlp")
+        out = visit("mlp_out", actjax.swiglu(gate, up, **options, features=features))
+        options = {"codec": storage.mlp_out, "key": keys["mlp_out"], "features": features}
+        return actjax.linear(out, weight, **options, name="mlp_out")
 
 
 _NORM_NAMES = {"attention_norm": "attention norm input", "mlp_norm": "mlp norm input"}

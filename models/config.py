@@ -4,6 +4,12 @@ import dataclasses
 
 from actjax.ops.attention import Implementation
 
+WIDE = 1024
+"""Feed-forward widths from here on are stored in whole groups of `WIDE_MULTIPLE`."""
+WIDE_MULTIPLE, NARROW_MULTIPLE = 128, 8
+"""Numbers that stored feed-forward widths are multiples of: a whole group of a code from `WIDE` on,
+below it 16 bytes of 16-bit numbers, without which matrix products lose their fast kernels."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -38,6 +44,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     ffn_size: int
+    """Width of the feed-forward network as published; see `stored_ffn_size`."""
     num_layers: int
     num_heads: int
     num_kv_heads: int = 0
@@ -89,11 +96,21 @@ class ModelConfig:
         if self.head_size % 2:
             raise ValueError(f"`head_size` must be even for RoPE, got {self.head_size}.")
 
+    @property
+    def stored_ffn_size(self) -> int:
+        """Width that feed-forward weights are stored with: `ffn_size`, rounded up.
+
+        A multiple of 128 from 1,024 on, else of 8. The further entries are zero and stay zero
+        (`models.padding`), so the model is that of the published width.
+        """
+        multiple = WIDE_MULTIPLE if self.ffn_size >= WIDE else NARROW_MULTIPLE
+        return -(-self.ffn_size // multiple) * multiple
+
 
 def site_width(config: ModelConfig, site: str) -> int:
     """Returns the number of features that a site stores of a token."""
     if site in ("gate", "up", "mlp_out"):
-        return config.ffn_size
+        return config.stored_ffn_size
     if site in ("k", "v"):
         return config.num_kv_heads * config.head_size
     if site in ("q", "attention_out"):

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 import actjax
+from actjax._core.paths import map_named
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.padding import pad
 from models.parameters import parameter_of
 
 TARGETS = {
@@ -30,7 +32,7 @@ TARGETS = {
 """Weights that can have an adapter: by name, their paths in a `Block`."""
 
 Adapters = dict[str, dict[str, dict[str, jax.Array]]]
-"""Under "layers", by target, `a` [L, d, r] and `b` [L, r, n].
+"""Under "layers", by target, `a` [L, d, r] and `b` [L, r, n], with the padding of the weight.
 
 Adapters of DoRA (Liu et al., 2024) also have `magnitude` [L, n], the norms of the columns of the
 merged weight. They are read, attached and merged, not drawn."""
@@ -84,7 +86,7 @@ class LoRAConfig:
 
 
 def weight_shape(config: ModelConfig, target: str) -> tuple[int, int]:
-    """Returns the shape [d, n] of a target in one layer."""
+    """Returns the shape [d, n] of a target in one layer, without padding."""
     d, f, size = config.hidden_size, config.ffn_size, config.head_size
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     shapes = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
@@ -104,13 +106,14 @@ def init_adapters(config: ModelConfig, lora: LoRAConfig, key: jax.Array) -> Adap
         d, n = weight_shape(config, target)
         bound, layers = d**-0.5, config.num_layers
         target_key = jax.random.fold_in(key, i)
-        factors[target] = {
-            "a": jax.random.uniform(
-                target_key, (layers, d, lora.rank), minval=-bound, maxval=bound
-            ),
-            "b": jnp.zeros((layers, lora.rank, n)),
-        }
-    return {"layers": factors}
+        drawn = jax.random.uniform(target_key, (layers, d, lora.rank), minval=-bound, maxval=bound)
+        factors[target] = {"a": drawn, "b": jnp.zeros((layers, lora.rank, n))}
+    return padded_adapters({"layers": factors}, config)
+
+
+def padded_adapters(adapters: Any, config: ModelConfig) -> Adapters:
+    """Returns adapters of the published widths with the padding of the weights that they adapt."""
+    return map_named(lambda path, factor: pad(path, factor, config), adapters)
 
 
 def attach(
@@ -189,6 +192,7 @@ def _merge_layers(
             return adapted.merged(dtype)
         value = adapted.merged(jnp.promote_types(weight.dtype, jnp.float32))
         norms = jax.lax.stop_gradient(jnp.linalg.norm(value, axis=0))
+        norms = jnp.where(norms > 0, norms, 1)  # Columns of padding are zero.
         return (value * (factors["magnitude"] / norms)).astype(dtype or weight.dtype)
 
     return jax.lax.map(merged, (weight, factors))

@@ -20,7 +20,8 @@ import safetensors.numpy
 from models.config import ModelConfig
 from models.folders import atomic_folder
 from models.json_files import check_fields, read_object
-from models.lora import TARGETS, Adapters, LoRAConfig, weight_shape
+from models.lora import TARGETS, Adapters, LoRAConfig, padded_adapters, weight_shape
+from models.padding import without_padding
 from models.parameters import fetch
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,6 +60,7 @@ def save_adapters(
     adapters: Adapters,
     lora: LoRAConfig,
     folder: pathlib.Path | str,
+    config: ModelConfig,
     *,
     base: str = "",
 ) -> None:
@@ -71,16 +73,19 @@ def save_adapters(
       adapters: as `models.lora.init_adapters` returns them.
       lora: their settings.
       folder: the folder to create. It appears once everything in it is written.
+      config: dimensions of the decoder that the adapters are for.
       base: name or path of the model that the adapters belong to.
 
     Raises:
       FileExistsError: the folder exists and is not empty.
+      ValueError: a number in the padding of a factor is not zero.
     """
     folder = pathlib.Path(folder)
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for factor, stacked in factors.items():
-            for layer, array in enumerate(fetch(stacked)):
+            path = f"layers.{target}.{factor}"
+            for layer, array in enumerate(without_padding(path, fetch(stacked), config)):
                 name = _tensor_name(_module(target, layer), factor)
                 tensors[name] = np.ascontiguousarray(array.T)
     fields = {
@@ -147,7 +152,7 @@ def load_adapters(folder: pathlib.Path | str, config: ModelConfig) -> tuple[Adap
     except ValueError as error:
         raise ValueError(f"{folder / _WEIGHTS}: {error}") from error
     factors = {name: _stack(settings, name, config, tensors) for name in settings.lora.targets}
-    return {"layers": factors}, settings.lora
+    return jax.device_put(padded_adapters({"layers": factors}, config)), settings.lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,8 +364,8 @@ def _check_tensors(
 
 def _stack(
     settings: _Settings, target: str, config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[str, jax.Array]:
-    """Returns the factors of a target, with a leading axis of layers."""
+) -> dict[str, np.ndarray]:
+    """Returns the factors of a target, with a leading axis of layers and without padding."""
     (d, n), lora, layers = weight_shape(config, target), settings.lora, config.num_layers
     factors: dict[str, np.ndarray] = {
         "a": np.zeros((layers, d, lora.rank), np.float32),
@@ -374,4 +379,4 @@ def _stack(
         factors["b"][layer, :rank] = parts["b"] * np.float32(scale / lora.scale)
         if settings.dora:
             factors["magnitude"][layer] = parts["magnitude"]
-    return jax.device_put(factors)
+    return factors

@@ -257,7 +257,7 @@ def test_a_decoder_stores_what_its_table_lists(storage):
     explanation = explain(loss, model)
     rows = kept(explanation)
     assert explanation.stored_bytes == held_bytes(loss, model)
-    d, f = CONFIG.hidden_size, CONFIG.ffn_size
+    d, f = CONFIG.hidden_size, CONFIG.stored_ffn_size
     for site, width in (("attention_in", d), ("attention_out", d), ("mlp_in", d), ("mlp_out", f)):
         codec = getattr(storage, site)
         shared = site == "attention_out" and codec == Exact()

@@ -19,6 +19,7 @@ from models.huggingface.fp8 import decode_blocks, read_e4m3
 from models.huggingface.names import HEAD, names_in_file
 from models.huggingface.table import Row, is_ignored, table
 from models.json_files import read_object
+from models.padding import pad, published_shape
 from models.parameters import Convert, Put, fill, parameter_of
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -82,13 +83,15 @@ def load(
         rows = table(config)
         tensors.check_names(config, rows)
         for row in rows:
-            shape = parameter_of(model, row.parameter).get_value().shape
+            stored = parameter_of(model, row.parameter).get_value().shape
+            shape = published_shape(row.parameter, stored, config)
             if row.stacked:
                 layers = (
                     tensors.read(row.tensor.format(layer), shape[1:], row.transposed, dtype)
                     for layer in range(shape[0])
                 )
-                fill(model, row.parameter, layers, convert, put)
+                padded = (pad(row.parameter, layer, config) for layer in layers)
+                fill(model, row.parameter, padded, convert, put)
             else:
                 array = tensors.read(row.tensor, shape, row.transposed, dtype)
                 fill(model, row.parameter, array, convert, put)

@@ -1,6 +1,7 @@
 """Writing a decoder as a folder that `transformers` reads."""
 
 import json
+import math
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from models.folders import atomic_folder
 from models.huggingface.config import fields_of
 from models.huggingface.files import INDEX, PICKLES, SINGLE
 from models.huggingface.table import Row, table
+from models.padding import published_shape, without_padding
 from models.parameters import fetch, parameter_of
 
 _SHARD_BYTES = 5_000_000_000
@@ -44,6 +46,7 @@ def save(
     Raises:
       FileExistsError: the folder exists and is not empty.
       TypeError: a parameter is not an array: merge adapters first.
+      ValueError: a number in the padding of a weight is not zero.
     """
     folder = pathlib.Path(folder)
     if jax.process_index():
@@ -100,7 +103,8 @@ def _shards(model: Decoder, max_bytes: int) -> Iterator[Mapping[str, tuple[Row, 
                 f"`{row.parameter}` must be an array to be saved, got {value!r}: merge adapters and"
                 " decode quantized weights first."
             )
-        nbytes = value.nbytes // (model.config.num_layers if row.stacked else 1)
+        shape = published_shape(row.parameter, value.shape, model.config)
+        nbytes = math.prod(shape[1:] if row.stacked else shape) * value.dtype.itemsize
         if shard and size + nbytes > max_bytes:
             yield shard
             shard, size = {}, 0
@@ -123,4 +127,5 @@ def _in_order(config: ModelConfig) -> Iterator[tuple[Row, int]]:
 def _tensor(model: Decoder, row: Row, layer: int) -> np.ndarray:
     value = parameter_of(model, row.parameter).get_value()
     array = fetch(value[layer] if row.stacked else value)
+    array = without_padding(row.parameter, array, model.config)
     return np.ascontiguousarray(array.T if row.transposed else array)

@@ -294,7 +294,7 @@ def test_explain_shows_the_bases_of_a_decoder():
         ("attention_in", 24),
         ("mlp_in", 24),
         ("attention_out", 24),
-        ("mlp_out", 44),
+        ("mlp_out", 48),
     ):
         want = basis_row(site, "Basis(rank=3)", (2, 11, width), runs=(3,))
         assert rows[site] == want

@@ -64,7 +64,7 @@ def write(folder: pathlib.Path) -> None:
         lines = (json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text("".join(lines))
     adapters = jax.jit(functools.partial(init_adapters, _MODEL, _LORA))(jax.random.key(0))
-    save_adapters(adapters, _LORA, folder / "adapter", base="model")
+    save_adapters(adapters, _LORA, folder / "adapter", _MODEL, base="model")
     _write_tokenizers(folder)
 
 

@@ -107,7 +107,7 @@ def test_a_block_stores_what_its_operators_promise():
     config = CONFIG
     model, (tokens, targets) = decoder(), batch(rows=4, length=32)
     explanation = explain(lambda m: m.loss(tokens, targets, compute_dtype="float32"), model)
-    tokens_count, d, f = tokens.size, config.hidden_size, config.ffn_size
+    tokens_count, d, f = tokens.size, config.hidden_size, config.stored_ffn_size
     queries = config.num_heads * config.head_size
     keys = config.num_kv_heads * config.head_size
     # Norm inputs and linear inputs (4 d), q and the output (2 queries), k and v, gate, up, product,

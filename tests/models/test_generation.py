@@ -15,10 +15,12 @@ import scipy.stats
 import tiny
 
 import actjax
+from actjax._core.paths import map_named
 from models import Decoder, ModelConfig, RopeScaling, generation, huggingface, sampling
 from models.cache import extend, prefill
 from models.generation import generate
 from models.likelihoods import log_likelihoods
+from models.padding import pad, published_shape
 from models.prompts import rounded_length
 from models.rope import rope_tables
 
@@ -45,12 +47,13 @@ def decoder(config: ModelConfig) -> Decoder:
     """Random weights, larger than initial weights, so that attention is far from uniform."""
     rng = np.random.default_rng(0)
 
-    def drawn(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
-        middle = float("norm" in jax.tree_util.keystr(path))
-        return jax.device_put(middle + 0.2 * rng.standard_normal(x.shape, np.float32))
+    def drawn(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = published_shape(path, x.shape, config)
+        array = float("norm" in path) + 0.2 * rng.standard_normal(shape, np.float32)
+        return jax.device_put(pad(path, array, config))
 
     shapes = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(drawn, shapes)
+    return map_named(drawn, shapes)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import tiny
 
 import actjax
 from actjax import NF4Weight, Quantized
+from actjax._core.paths import map_named
 from models import CompressedResiduals, Remat, Storage, StorageChoice, huggingface
 from models.lora import (
     TARGETS,
@@ -23,6 +24,7 @@ from models.lora import (
     quantize_layers,
     weight_shape,
 )
+from models.padding import pad, published_shape, without_padding
 from models.peft import load_adapters, save_adapters
 from models.storage import LINEAR_INPUTS
 from train.planning.flops import matmul_flops
@@ -43,8 +45,13 @@ def noisy(lora=LORA):
 
 @jax.jit
 def add_noise(adapters):
-    key = jax.random.key(7)
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), adapters)
+    key, config = jax.random.key(7), tiny.CONFIG
+
+    def noisy(path, x):
+        noise = 0.1 * jax.random.normal(key, published_shape(path, x.shape, config))
+        return x + pad(path, noise, config)
+
+    return map_named(noisy, adapters)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +153,8 @@ def test_no_product_gives_the_gradient_of_a_frozen_weight(problem):
     adapters_only = matmul_flops(
         jax.value_and_grad(lambda adapters: loss_of(attach(model, adapters, lora))), adapters
     )
-    config, shapes = model.config, [weight_shape(model.config, name) for name in TARGETS]
+    config = dataclasses.replace(model.config, ffn_size=model.config.stored_ffn_size)
+    shapes = [weight_shape(config, name) for name in TARGETS]
     dense, thin = (config.num_layers * sum(map(size, shapes)) for size in (np.prod, sum))
     head = config.hidden_size * config.vocab_size
     assert all_weights - adapters_only == 2 * batch[0].size * (dense + head - 3 * thin)
@@ -278,7 +286,9 @@ def test_logits_and_gradients_equal_those_of_peft(reference):
     for name, parameter in named.items():
         parts = name.split(".")
         target, layer = parts[-4].removesuffix("_proj"), int(parts[4])
-        ours = np.asarray(grads["layers"][target]["a" if "lora_A" in name else "b"])[layer].T
+        factor = "a" if "lora_A" in name else "b"
+        ours = grads["layers"][target][factor]
+        ours = without_padding(f"{target}.{factor}", ours, model.config)[layer].T
         want = parameter.grad.numpy()
         assert np.abs(ours - want).max() <= 1e-3 * np.abs(want).max(), name
 
@@ -291,7 +301,7 @@ def test_peft_loads_what_is_saved(reference, tmp_path):
     theirs, folder = reference
     config = huggingface.read_config(folder / "base")
     adapters, lora = load_adapters(folder / "adapter", config)
-    save_adapters(adapters, lora, tmp_path / "ours", base=str(folder / "base"))
+    save_adapters(adapters, lora, tmp_path / "ours", config, base=str(folder / "base"))
     base = transformers.LlamaForCausalLM.from_pretrained(folder / "base")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
     tokens = torch.arange(20)[None]
@@ -367,9 +377,10 @@ def assert_merged(folder, base, model):
         got, held = (
             getattr(getattr(x.layers, owner), target).get_value() for x in (merged, attached)
         )
+        got = without_padding(target, got, ours.config)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         if "magnitude" in adapters["layers"].get(target, {}):
-            np.testing.assert_array_equal(held, got)
+            np.testing.assert_array_equal(without_padding(target, held, ours.config), got)
         elif isinstance(held, actjax.LoRA):
             assert held.scale == lora.scale
     return adapters, lora
@@ -380,7 +391,7 @@ def test_merged_weights_equal_those_of_peft(case, reference, tmp_path):
     model = with_adapters(reference, tmp_path, **CASES[case])
     base = reference[1] / "base"
     adapters, lora = assert_merged(tmp_path / "adapter", base, model)
-    save_adapters(adapters, lora, tmp_path / "again")
+    save_adapters(adapters, lora, tmp_path / "again", huggingface.read_config(base))
     assert_merged(tmp_path / "again", base, model)
 
 
@@ -402,12 +413,12 @@ def test_adapters_that_change_the_base_are_refused_and_read_when_converted(
 def test_saved_adapters_are_read_back(problem, tmp_path):
     model, adapters, _ = problem
     lora = dataclasses.replace(LORA, dropout=0.25, rslora=True)
-    save_adapters(adapters, lora, tmp_path / "adapter", base="somewhere")
+    save_adapters(adapters, lora, tmp_path / "adapter", model.config, base="somewhere")
     again, settings = load_adapters(tmp_path / "adapter", model.config)
     assert settings == lora
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
     with pytest.raises(FileExistsError, match="exists and is not empty"):
-        save_adapters(adapters, lora, tmp_path / "adapter")
+        save_adapters(adapters, lora, tmp_path / "adapter", model.config)
 
 
 def test_the_factor_of_rank_stabilized_adapters():
@@ -427,7 +438,7 @@ def with_magnitudes(problem):
 
 def test_columns_have_the_norms_of_their_magnitudes(problem, with_magnitudes, tmp_path):
     (model, adapters, _), (dora, lora) = problem, with_magnitudes
-    save_adapters(dora, lora, tmp_path / "adapter")
+    save_adapters(dora, lora, tmp_path / "adapter", model.config)
     read, settings = load_adapters(tmp_path / "adapter", model.config)
     assert settings == lora
     jax.tree.map(np.testing.assert_array_equal, read, dora)

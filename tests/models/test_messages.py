@@ -363,7 +363,8 @@ def test_folders_that_are_not_empty(folder, tmp_path):
 def test_adapters_that_do_not_fit(tmp_path):
     shapes = jax.eval_shape(lambda: init_adapters(tiny.CONFIG, LORA, jax.random.key(0)))
     folder = tmp_path / "adapter"
-    save_adapters(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), LORA, folder)
+    ones = tiny.zero_padding(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes))
+    save_adapters(ones, LORA, folder, tiny.CONFIG)
     config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     fields, whole = json.loads(config.read_text()), file.read_bytes()
     tensors = safetensors.numpy.load_file(file)

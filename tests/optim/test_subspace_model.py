@@ -37,7 +37,7 @@ def test_weights_of_one_input_share_a_basis_and_its_stored_copy():
     names = {"layers.attention.k", "layers.attention.o", "layers.mlp.down", "layers.mlp.gate"}
     assert set(state.layers.bases) == names
     down = np.asarray(state.layers.bases["layers.mlp.down"])
-    assert down.shape == (3, 44, RANK)
+    assert down.shape == (3, 48, RANK)
     # Each layer has a separate basis.
     assert np.abs(down[0] - down[1]).max() > 0.1
     explained = actjax.explain(

@@ -11,7 +11,9 @@ import numpy as np
 import tiny
 from rich.console import Console
 
+from actjax._core.paths import map_named
 from models import Decoder, huggingface
+from models.padding import pad, published_shape
 from train.evaluate import run
 from train.evaluation.config import EvaluateConfig, TextConfig, WritingConfig
 from train.evaluation.questions import QuestionConfig
@@ -38,9 +40,12 @@ def write_folder(folder: pathlib.Path) -> None:
     # Drawn in NumPy and put on the device: JAX would compile a program per shape.
     shapes = jax.eval_shape(functools.partial(Decoder, MODEL), jax.random.key(0))
     rng = np.random.default_rng(0)
-    model = jax.tree.map(
-        lambda x: jax.device_put(rng.normal(0, 0.3, x.shape).astype("float32")), shapes
-    )
+
+    def drawn(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        array = rng.normal(0, 0.3, published_shape(path, x.shape, MODEL)).astype("float32")
+        return jax.device_put(pad(path, array, MODEL))
+
+    model = map_named(drawn, shapes)
     huggingface.save(model, folder / "model")
     train_bpe([TEXT], 290).save(folder / "model")
     (folder / "text.txt").write_text(TEXT * 20)

@@ -15,8 +15,10 @@ import pytest
 import tokenizers
 from rich.console import Console
 
+from actjax._core.paths import map_named
 from models import huggingface, lora, peft
 from models.checkpoints import load_checkpoint, stop_ids
+from models.padding import pad, published_shape
 from tests.train.evaluations import (
     MODEL,
     SUMS,
@@ -216,8 +218,13 @@ def test_an_adapter_is_attached(folder):
     settings = lora.LoRAConfig(rank=2, targets=("q", "down"))
     shapes = jax.eval_shape(lambda: lora.init_adapters(MODEL, settings, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, x.shape), x.dtype), shapes)
-    peft.save_adapters(adapters, settings, folder / "adapter")
+
+    def drawn(path, x):
+        array = rng.normal(0, 1, published_shape(path, x.shape, MODEL))
+        return jnp.asarray(pad(path, array, MODEL), x.dtype)
+
+    adapters = map_named(drawn, shapes)
+    peft.save_adapters(adapters, settings, folder / "adapter", MODEL)
     base = config(folder, data=str(folder / "text.txt"), seq_len=8)
     adapted = dataclasses.replace(base, adapter=folder / "adapter")
     got = quietly(adapted)["text"]["nats_per_token"]

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from actjax.formats.packing import BITS
+from models import ModelConfig
 from train.run import hosts
 from train.run.boards import check_installed
 from train.run.checkpoint import Checkpoints
@@ -87,6 +88,7 @@ def begin(
         "calibrated": recipe.calibration_form,
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
+        **stored_form(config.model_config),
         **parts,
     }
     identity = as_json(parts)
@@ -136,6 +138,15 @@ def begin(
         save_tokenizer(tokenizer, config.folder, is_new=int(state.step) == 0)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
+
+
+def stored_form(model: ModelConfig) -> dict[str, int]:
+    """Returns the width of feed-forward weights with their padding, if they have any.
+
+    It is a part of the identity of a run: earlier versions stored weights without padding.
+    """
+    stored = model.stored_ffn_size
+    return {} if stored == model.ffn_size else {"stored_ffn_size": stored}
 
 
 def in_epochs(user_config: C, config: ResolvedConfig, rows: Callable[[float], float]) -> C:

@@ -28,6 +28,8 @@ _HINTS = {
     " its position has no meaning here." + _OTHER_VERSION,
     "optimizer.norm_estimate": "The checkpoint was written by a version that estimated the norm of"
     " the gradient in another way." + _OTHER_VERSION,
+    "stored_ffn_size": "The checkpoint was written by a version that stored feed-forward weights"
+    " without padding, or with another; `--export` writes its model." + _OTHER_VERSION,
 }
 """Remarks on parts of the identity, for where they differ."""
 _HASHED = {

@@ -19,7 +19,8 @@ from rich.console import Console
 from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, huggingface
 from models.folders import check_free
 from models.json_files import read_object
-from models.lora import LoRAConfig, merge
+from models.lora import LoRAConfig, merge, padded_adapters
+from models.padding import pad
 from models.peft import save_adapters
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
@@ -80,14 +81,14 @@ class Trained:
         """
         write = functools.partial(write_model, like=target.like, tokenizer=target.tokenizer)
         writers: dict[str, Callable[[pathlib.Path], None]] = {}
-        if self.lora is None:
+        lora = self.lora
+        if lora is None:
             writers[MODEL] = functools.partial(write, self.arrays)
         else:
-            adapters = functools.partial(save_adapters, self.arrays, self.lora, base=target.base)
-            writers[ADAPTER] = adapters
+            writers[ADAPTER] = functools.partial(self._write_adapters, lora, base=target.base)
             if target.merge:
                 assert self.frozen is not None
-                merged = merge(self.frozen(), self.arrays, self.lora)
+                merged = merge(self.frozen(), self.arrays, lora)
                 writers[MODEL] = functools.partial(write, merged)
         if target.folder is not None:
             for name, into in writers.items():
@@ -96,6 +97,15 @@ class Trained:
             *_, into = writers.values()
             into(target.export.expanduser())
             console.print(f"written: {target.export}")
+
+    def _write_adapters(self, lora: LoRAConfig, folder: pathlib.Path, *, base: str) -> None:
+        """Writes adapters in the dimensions of the decoder that they belong to."""
+        if "model" in self.identity:
+            config = _dimensions(self.identity["model"])
+        else:
+            assert self.frozen is not None
+            config = self.frozen().config
+        save_adapters(self.arrays, lora, folder, config, base=base)
 
 
 def exports_only(config: PretrainConfig | FinetuneConfig) -> bool:
@@ -231,14 +241,15 @@ def read_trained(
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, read_only=True)
         step, identity, arrays = checkpoints.read_latest(_MODEL_LEAVES)
         checkpoints.close()
-    adapters = identity["optimizer"].get("adapters")
+    config, adapters = _dimensions(identity["model"]), identity["optimizer"].get("adapters")
     if adapters is not None:
         lora = LoRAConfig(**{**adapters, "targets": tuple(adapters["targets"])})
-        return step, Trained(_nested(arrays), lora, frozen, identity)
-    config = _dimensions(identity["model"])
+        return step, Trained(padded_adapters(_nested(arrays), config), lora, frozen, identity)
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     for name, array in arrays.items():
-        huggingface.parameter_of(model, name.removesuffix(".value")).set_value(array)
+        path = name.removesuffix(".value")
+        # Checkpoints of earlier versions have no padding.
+        huggingface.parameter_of(model, path).set_value(pad(path, array, config))
     return step, Trained(model, identity=identity)
 
 

@@ -13,6 +13,8 @@ from actjax._core.paths import map_named
 from actjax.optim import SubspaceTransformation
 from actjax.optim.paths import map_state
 from actjax.optim.states.stored import FIRST_MOMENTS, SECOND_MOMENTS
+from models.config import ModelConfig
+from models.padding import keeps_padding
 from train.settings.config import OptimizerConfig
 
 _LAST_RATE = 0.1
@@ -42,6 +44,7 @@ def make_optimizer(
     subspace: Callable[..., SubspaceTransformation] | None = None,
     rounding: str = "nearest",
     seed: int = 0,
+    model: ModelConfig | None = None,
 ) -> optax.GradientTransformation:
     """Returns an optimizer with weight decay of matrices, for `actjax.optim.apply`.
 
@@ -53,8 +56,9 @@ def make_optimizer(
       subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
       rounding: of the weights, as in a resolved `weight_rounding`.
       seed: of stochastic rounding.
+      model: dimensions of the model, whose padding stays zero; None for weights without padding.
     """
-    outer = full_space_updates(config, steps)
+    outer = full_space_updates(config, steps, model)
     if subspace is not None:
         tx = subspace(_moments(config), outer=outer)
     else:
@@ -134,7 +138,7 @@ def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
     """Returns the block with which most devices can divide a moment; of several, the largest.
 
     Devices divide the rows of a matrix, or its columns between blocks. Rows that few devices can
-    divide (5461 in `llama_1b`) get shorter blocks, if more devices can divide the columns then.
+    divide (an odd vocabulary) get shorter blocks, if more devices can divide the columns then.
     """
     rows, columns = (1, *shape)[-2:]
 
@@ -145,13 +149,25 @@ def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
     return max(blocks, key=lambda block: (devices(block), block))
 
 
-def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the transform after Adam's moments: weight decay of matrices, and learning rate."""
+def full_space_updates(
+    config: OptimizerConfig, steps: int, model: ModelConfig | None = None
+) -> optax.GradientTransformation:
+    """Returns the transform after Adam's moments: weight decay of matrices, and learning rate.
+
+    Args:
+      config: settings.
+      steps: length of the run.
+      model: as for `make_optimizer`.
+    """
+    kept = []
+    if model is not None and model.stored_ffn_size != model.ffn_size:
+        kept = [keeps_padding(model)]
     return optax.chain(
         optax.add_decayed_weights(
             config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params)
         ),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
+        *kept,
     )
 
 

@@ -91,7 +91,7 @@ class Recipe:
         rule, usual = rules[self.config.optimizer.stored_dtype]
         model = self.config.model_config
         d, keys = model.hidden_size, model.num_kv_heads * model.head_size
-        sides = (model.ffn_size, model.num_heads * model.head_size, keys, model.vocab_size)
+        sides = (model.stored_ffn_size, model.num_heads * model.head_size, keys, model.vocab_size)
         shapes = [shape for n in sides for shape in ((d, n), (n, d))]
         return sorted({rule(shape) for shape in shapes} - {usual})
 
@@ -154,7 +154,7 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
     storage = config.info.storage_of(config.options, bits or {})
     subspace = _subspace(config, storage)
     optimizer = make_optimizer(
-        config.optimizer, config.steps, subspace, config.weight_rounding, config.seed
+        config.optimizer, config.steps, subspace, config.weight_rounding, config.seed, model_config
     )
     return Recipe(config, storage, optimizer, bits or {})
 

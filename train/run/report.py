@@ -15,6 +15,7 @@ import actjax
 from actjax._core.paths import named_leaves
 from actjax.optim.states.host_states import HOST
 from models import Decoder
+from models.padding import count_parameters
 from train.run.loss import loss_function, micro_batch_shapes, whole_batch_shapes
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import moments_on_host
@@ -176,8 +177,8 @@ def print_model(console: Console, recipe: Recipe, state: TrainState) -> None:
     """Prints the model and the method, which are known before anything is traced."""
     config, model_config = recipe.config, recipe.config.model_config
     shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    trained = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    parameters = count_parameters(shapes, model_config)
+    trained = count_parameters(state.model, model_config)
     share = (
         "" if recipe.config.lora is None else f" ({trained / 1e6:,.2f} M in adapters are trained)"
     )
@@ -187,6 +188,9 @@ def print_model(console: Console, recipe: Recipe, state: TrainState) -> None:
         f" method [bold]{config.method}[/bold],"
         f" {config.batch_size} x {config.seq_len} tokens per step"
     )
+    published, stored = model_config.ffn_size, model_config.stored_ffn_size
+    if stored != published:
+        console.print(f"feed-forward width: {published}, stored as {stored} with zeros")
     console.print(f"{config.method}: {recipe.method.summary}")
     if config.trains_bfloat16:
         how = {"nearest": "to nearest", "stochastic": "stochastically"}[config.weight_rounding]

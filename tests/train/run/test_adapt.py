@@ -91,7 +91,7 @@ def test_a_recipe_uses_the_chosen_bits(chosen):
 
 
 def test_widths_are_those_of_the_stored_arrays():
-    want = {"q": 24, "k": 8, "v": 8, "gate": 44, "up": 44, "attention_norm": 24, "mlp_norm": 24}
+    want = {"q": 24, "k": 8, "v": 8, "gate": 48, "up": 48, "attention_norm": 24, "mlp_norm": 24}
     assert {site: site_width(MODEL, site) for site in want} == want
 
 

@@ -70,7 +70,7 @@ def test_the_explanation_has_each_site_and_its_storage():
     one = dataclasses.replace(recipe(), storage=Storage(mlp_out=RandomizedSVD(4)))
     by_name = {residual.name: residual for residual in explain_step(one, shapes(one)).residuals}
     assert by_name["mlp_out"].codec == "RandomizedSVD(rank=4)"
-    assert by_name["mlp_out"].stored_bytes == LAYERS * 4 * 4 * (TOKENS + 44)
+    assert by_name["mlp_out"].stored_bytes == LAYERS * 4 * 4 * (TOKENS + 48)
     assert by_name["mlp_in"].codec == "Exact()"
 
 
@@ -94,7 +94,7 @@ def test_memory_by_category():
     # Two moments per weight, and up to three counters per layer and for the other weights.
     assert 0 <= one.optimizer - 8 * parameters < 200
     # Attention stores the input of the output projection, which it needs too.
-    linear = (24 + 24 + 44) * TOKENS * LAYERS * 4
+    linear = (24 + 24 + 48) * TOKENS * LAYERS * 4
     assert one.linear_residuals == linear
     assert one.other_residuals > linear
     assert one.workspace is None
