@@ -110,7 +110,7 @@ OPTIMIZERS = {
     "adamw, 4bit": with_optimizer(moment_dtype="4bit"),
     "adamw, 8bit-factored": with_optimizer(moment_dtype="8bit-factored"),
     "adamw, 4bit-factored": with_optimizer(moment_dtype="4bit-factored"),
-    **{name: with_optimizer(optimizer=name) for name in ("lion", "muon", "adafactor")},
+    **{name: with_optimizer(optimizer=name) for name in ("lion", "muon", "adafactor", "fira")},
 }
 FAST = ("lean, plain", "gact, plain", "mlp_out plain", "random_projection", "hyc_lora")
 
