@@ -21,11 +21,11 @@ _LEAST = 2.0**-12
 """Least deviation of a channel, relative to the largest: dividing by less only adds noise."""
 
 
-_STRIDES = 8, 4, 2
-"""Every eighth token is enough for the statistics of a long sequence, and few are too few: see
-`_SAMPLED`."""
-_SAMPLED = 64
-"""Least number of tokens that are sampled."""
+_STRIDES = 8, 4
+"""Every eighth or fourth token of a long sequence is read for its statistics."""
+_SAMPLED = 128
+"""Least number of tokens that are sampled. With SmolLM2-135M, 128 of 1,024 tokens give the error of
+the gradient that all of them give, and 64 of 256 up to 7% more."""
 
 
 def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
@@ -33,10 +33,11 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
 
     They are of a sequence alone, which fits its text better than the batch does (SmolLM2-135M on
     GSM8K: 12% less error of the gradient) and needs no reduction over devices that share a batch.
-    They are of a sample: every eighth token of 512 or more, at least 64 tokens of fewer, in one
-    pass. The first tokens of a sequence can be a thousand times larger than all others. Tokens are
-    therefore weighted by the inverse of their norm (a step of Weiszfeld's algorithm for the
-    geometric median, 1937), so that no token counts for more than its direction.
+    They are of every eighth of 1,024 or more tokens, every fourth of 512 or more, and all of fewer
+    (also where eight or four does not divide the length). The first tokens of a sequence can be a
+    thousand times larger than all others. Tokens are therefore weighted by the inverse of their
+    norm (a step of Weiszfeld's algorithm for the geometric median, 1937), so that no token counts
+    for more than its direction.
 
     Args:
       x: activations, [..., S, d], or [d] for a single token.
