@@ -52,7 +52,9 @@ def test_it_is_a_step_towards_the_geometric_median(shape, x64):
     assert np.all(after < np.linalg.norm(x, axis=-1).sum(-1))
 
 
-@pytest.mark.parametrize(("length", "stride"), [(1024, 8), (1020, 4), (512, 4), (504, 1), (1023, 1)])
+@pytest.mark.parametrize(
+    ("length", "stride"), [(1024, 8), (1020, 4), (512, 4), (504, 1), (1023, 1)]
+)
 def test_long_sequences_are_sampled(length, stride):
     x = channels_apart(2, length, 6)
     for got, want in zip(balance(x, "float32"), balance(x[:, ::stride], "float32"), strict=True):

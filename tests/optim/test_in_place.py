@@ -1,5 +1,7 @@
 """Tests of actjax/optim/stepping/in_place.py: kernels that read and write stacks of layers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def calls_on_layers(program) -> dict[str, tuple[int, int]]:
     """Returns the stacks that kernels of a program get, and those that they write, by kernel."""
     counts: dict[str, tuple[int, int]] = {}
     for eqn in equations(program):
-        call = eqn.params.get("call")
+        call: Any = eqn.params.get("call")
         if getattr(call, "layers", ()):
             known = counts.get(str(call), (0, 0))
             own = sum(call.layers), sum(place is not None for place in call.into)
@@ -85,7 +87,8 @@ def test_two_steps_equal_those_with_slices(choose):
         @jax.jit
         def two_steps(params):
             def step(_, carry):
-                return UPDATE.step(*carry[:2], INPUTS, jnp.zeros((DEPTH,)))
+                params, state, *_ = carry
+                return UPDATE.step(params, state, INPUTS, jnp.zeros((DEPTH,)))
 
             zero = jnp.zeros(())
             return jax.lax.fori_loop(0, 2, step, (params, UPDATE.init(params), zero, zero))

@@ -24,7 +24,14 @@ _FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier",
     "partition-id", "replica-id", "copy-done", "async-done",
 }  # fmt: skip
-_COPIES = _FREE | {"copy", "dynamic-slice", "dynamic-update-slice", "broadcast", "transpose", "slice"}
+_COPIES = _FREE | {
+    "copy",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "broadcast",
+    "transpose",
+    "slice",
+}
 _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?gemm')
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
@@ -176,7 +183,9 @@ def _moved_by_call(
     """Returns the bytes of a kernel whose operands may be stacks of which it reads one layer."""
     read = [_size_of_layer(_source(body, x).shape, trips) for x in operands]
     written = [_size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(made.shape)]
-    aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line)
+    aliases = re.search(
+        r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line
+    )
     for result, operand in re.findall(r"\{(\d*)\}: \((\d+), ", aliases[1] if aliases else ""):
         written[int(result or 0)] = read[int(operand)]
         if _UNREAD.search(_path(made)):

@@ -109,9 +109,7 @@ def _moments(
 
 _PALLAS = "actjax.kernels.adam_4bit.pallas"
 
-MAXIMA = Kernel(
-    "adam_4bit_maxima", reference.maxima, _dims_maxima, pallas=_PALLAS, converts=True
-)
+MAXIMA = Kernel("adam_4bit_maxima", reference.maxima, _dims_maxima, pallas=_PALLAS, converts=True)
 """From `grad`, `mu`, `nu` and the options `b1` and `b2` to the largest magnitudes of the new
 moments, first `mu`, then `nu`: of each row in every `reference.TILE` columns, [..., d, tiles], and
 of each column in every `blockwise.STEP` rows, [..., steps, n]."""

@@ -14,7 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
-from actjax.kernels.layers import Scaled, pallas_call, result_like, scaled
+from actjax.kernels.layer_call import pallas_call, result_like
+from actjax.kernels.layers import Scaled, scaled
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""
