@@ -88,7 +88,7 @@ class Setting:
 
     def compiled(self, program: Any) -> Any:
         """Compiles what `lowered` returns."""
-        options = {**product_options(self.shape()), **self.options}
+        options = {**product_options(), **self.options}
         return program.compile(compiler_options=options)
 
     @contextlib.contextmanager

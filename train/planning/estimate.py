@@ -222,7 +222,7 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
             state, batch = place(state), place(batch)
             sharding = jax.tree.leaves(state)[0].sharding
             mesh = make_mesh("") if sharding is None else sharding.mesh
-            yield state, batch, compiler_options(mesh, recipe.config.model_config)
+            yield state, batch, compiler_options(mesh)
         return
     with contextlib.ExitStack() as stack:
         if kind is None:
@@ -233,7 +233,7 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
         check_sizes(recipe.config, mesh)
         state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
         batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
-        yield state, batch, compiler_options(mesh, recipe.config.model_config)
+        yield state, batch, compiler_options(mesh)
 
 
 def _compile(

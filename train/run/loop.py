@@ -187,7 +187,7 @@ def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any)
     formats = formats_of(state)
     state = jax.tree.map(with_sharding, state, formats)
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
-    options = compiler_options(mesh, recipe.config.model_config)
+    options = compiler_options(mesh)
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options=options)
 

@@ -13,7 +13,6 @@ from tiny import decoder
 
 from actjax._shards import Dims, on_shards
 from actjax.formats.blockwise import blockwise_zeros
-from models import preset
 from models.sharding import RULES
 from train.run import sharding
 from train.run.loop import run_program
@@ -108,13 +107,12 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
     assert os.environ.get("NPROC") == expected
 
 
-def test_products_of_odd_widths_are_not_written_in_triton(monkeypatch):
+def test_products_are_not_written_in_triton(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    off = {"xla_gpu_enable_triton_gemm": False}
-    assert [sharding.product_options(preset(x)) for x in ("llama_1b", "llama_7b")] == [off, {}]
-    assert sharding.compiler_options(sharding.make_mesh(""), preset("llama_1b")) == {}  # No GPU.
+    assert sharding.product_options() == {"xla_gpu_enable_triton_gemm": False}
+    assert sharding.compiler_options(sharding.make_mesh("")) == {}  # No GPU.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert sharding.product_options(preset("llama_1b")) == {}
+    assert sharding.product_options() == {}
 
 
 def test_functions_on_shards_are_not_confused_in_the_compilation_cache():
