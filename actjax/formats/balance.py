@@ -9,11 +9,13 @@ Schwarz if `spread²` is proportional to `deviation`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, over
+from actjax._shards import is_partitioned
 from actjax.formats.code import ScaleDtype
 from actjax.formats.scales import stored
 
@@ -55,9 +57,10 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
     total = jnp.sum(weights, -2, keepdims=True)
     mean = over(jnp.sum(weights * tokens, -2, keepdims=True), total)
     # Squares of distances from some token, so that a large mean does not hide a deviation. XLA for
-    # GPUs reads the tokens once for both sums; with distances from the mean it would write them to
-    # memory, transposed.
-    origin = tokens[..., -1:, :]
+    # GPUs then reads the tokens once for both sums; with distances from the mean it would write
+    # them to memory, transposed. Devices that share a sequence would have to exchange the token.
+    has_token = tokens.shape[-2] > 0 and not is_partitioned(x)
+    origin = tokens[..., -1:, :] if has_token else mean
     apart = weights * jnp.square(tokens - origin)
     squares = over(jnp.sum(apart, -2, keepdims=True), total) - jnp.square(mean - origin)
     spread = spread_of(jnp.sqrt(jnp.maximum(squares, 0)))
@@ -82,28 +85,33 @@ def spread_of(deviation: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(relative, _LEAST))
 
 
-def weighted_sums(tokens: jax.Array, power: int) -> tuple[jax.Array, jax.Array]:
+def weighted_sums(tokens: jax.Array, centre: jax.Array | None = None) -> tuple[Any, Any]:
     """Returns sums that the mean or the deviations of many activations follow from, in float32.
 
-    Sums of several activations may be added. Divided by the sum of the weights, those of tokens
-    (power 1) are the mean of `balance_of`, and those of tokens less the mean (power 2) the squares
-    of its deviations.
+    Sums of several activations may be added. Divided by the sum of the weights, those of the tokens
+    are the mean of `balance_of`, and those of squared distances from it the squares of its
+    deviations.
 
     Args:
       tokens: [..., d].
-      power: 1 or 2, of the numbers that are summed.
+      centre: [d], from which the distances are measured; None to add the tokens themselves.
 
     Returns:
       The sum of the weights, which are inverse norms, a scalar; and the weighted sums, [d].
     """
     wide = tokens.astype(jnp.float32).reshape(-1, tokens.shape[-1])
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0)
-    within = over(wide, largest)
-    norms = jnp.sqrt(jnp.sum(jnp.square(within), -1, keepdims=True))
-    # Each token divided by its norm: no square or inverse of the numbers themselves.
-    unit = over(within, norms)
-    weight = jnp.sum(over(over(jnp.where(norms > 0, 1.0, 0.0), norms), largest))
-    return weight, jnp.sum(unit if power == 1 else unit * wide, 0)
+    norms = jnp.sqrt(jnp.sum(jnp.square(over(wide, largest)), -1, keepdims=True))
+    exist = jnp.where(norms > 0, 1.0, 0.0)
+
+    def weighted(x: jax.Array) -> jax.Array:
+        """Returns `x` over the norms: no square or inverse of the numbers themselves."""
+        return over(over(x * exist, norms), largest)
+
+    if centre is None:
+        return jnp.sum(weighted(exist)), jnp.sum(weighted(wide), 0)
+    apart = wide - centre
+    return jnp.sum(weighted(exist)), jnp.sum(weighted(apart) * apart, 0)
 
 
 def statistics_shape(shape: Sequence[int]) -> tuple[int, ...]:
