@@ -19,6 +19,7 @@ import jax
 
 from actjax import kernels
 from actjax.optim.states.host_states import HOST
+from actjax.optim.stepping import in_place
 from benchmarks.training_steps import compiled_memory, random_batch, training_step
 from benchmarks.variants import VARIANTS
 from models import ModelConfig, preset
@@ -47,6 +48,8 @@ class Setting:
     """Width of the feed-forward layers; 0 for that of the preset."""
     unroll: int = 1
     """Layers in an iteration of `jax.lax.scan` over them."""
+    in_place: bool = True
+    """Whether kernels read and write stacks where they are."""
     implementation: kernels.Implementation | None = None
     """Implementation of the kernels, as for `actjax.kernels.use`."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -74,7 +77,7 @@ class Setting:
             places = {"out_shardings": (shardings, None)}
         if place is not None:
             state, batch = place(state), place(batch)
-        with kernels.use(self.implementation), self._unrolled():
+        with kernels.use(self.implementation), self._unrolled(), self._with_slices():
             return {"init": init} | {
                 name: jax.jit(run, donate_argnums=0, **places).lower(state, batch)
                 for name, run in (("refresh", built.refresh), ("step", built.step))
@@ -101,6 +104,12 @@ class Setting:
             return scan(body, init, xs, length, **options)
 
         with mock.patch.object(jax.lax, "scan", unrolled if self.unroll > 1 else scan):
+            yield
+
+    @contextlib.contextmanager
+    def _with_slices(self) -> Iterator[None]:
+        applies = in_place.applies if self.in_place else lambda *_: False
+        with mock.patch.object(in_place, "applies", applies):
             yield
 
     def batch(self) -> dict[str, jax.Array]:
@@ -159,6 +168,13 @@ class Steps:
             "on_host": tree_bytes(on_host),
             "peak": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
+
+    def state_after(self, i: int, calls: int) -> Any:
+        """Returns the state of a setting after some steps from its first one."""
+        state = self.programs[i]["init"]()
+        for _ in range(calls):
+            state, _ = self.programs[i]["step"](state, self._settings[i].batch())
+        return state
 
 
 def time_steps(
