@@ -57,6 +57,8 @@ def update(
 def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
     """Returns `jax.lax.scan(fun, carry, xs)`, in which kernels write into the stack of `ys`.
 
+    The stack is not filled with zeros first.
+
     Args:
       fun: as for `jax.lax.scan`.
       carry: as for `jax.lax.scan`.
@@ -65,34 +67,23 @@ def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any,
     length = len(jax.tree.leaves(xs)[0])
     program, (_, ys) = _traced(fun, carry, jax.tree.map(_shape_of_layer, xs))
     shapes, treedef = jax.tree.flatten(ys)
+    if any(jnp.issubdtype(y.dtype, jax.dtypes.extended) for y in shapes):
+        return jax.lax.scan(fun, carry, xs)  # Keys cannot be left unset.
     first, carried = jax.tree.flatten(carry)
-    made_by = _producers(program.jaxpr)
-    is_in_place = [
-        isinstance(var, core.Var) and var in made_by for var in program.jaxpr.outvars[len(first) :]
-    ]
-    stacks = [
-        jax.lax.empty((length, *y.shape), y.dtype)
-        for y, here in zip(shapes, is_in_place, strict=True)
-        if here
-    ]
 
-    def body(state: Any, slices: Any) -> tuple[Any, list[jax.Array]]:
+    def body(state: Any, slices: Any) -> tuple[Any, None]:
         carry, stacks = state
         i, x = slices
-        free = iter(stacks)
-        places = [Layer(next(free), i) if here else None for here in is_in_place]
+        places = [Layer(stack, i) for stack in stacks]
         inputs = [*carry, *jax.tree.leaves(x)]
         results = _run(program, inputs, [*(None for _ in carry), *places])
-        carry, ys = results[: len(carry)], results[len(carry) :]
-        pairs = list(zip(places, ys, strict=True))
-        stacks = [_written(at, y) for at, y in pairs if at is not None]
-        return (carry, stacks), [y for at, y in pairs if at is None]
+        carry, layers = results[: len(carry)], results[len(carry) :]
+        return (carry, [_written(at, y) for at, y in zip(places, layers, strict=True)]), None
 
     indices = jnp.arange(length, dtype=jnp.int32)
-    (last, stacks), stacked = jax.lax.scan(body, (first, stacks), (indices, xs))
-    parts = iter(stacks), iter(stacked)
-    leaves = [next(parts[0] if here else parts[1]) for here in is_in_place]
-    return carried.unflatten(last), treedef.unflatten(leaves)
+    stacks = [jax.lax.empty((length, *y.shape), y.dtype) for y in shapes]
+    (last, stacks), _ = jax.lax.scan(body, (first, stacks), (indices, xs))
+    return carried.unflatten(last), treedef.unflatten(stacks)
 
 
 def _written(layer: Layer, value: Any) -> jax.Array:
@@ -107,7 +98,7 @@ def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
 def _traced(fun: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
     """Returns the program of `fun(*args)` without calls, and the shapes of its results."""
     traced, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    program = inlined(traced)
+    program = inlined(traced, remat=True)
     return core.ClosedJaxpr(with_sums(program.jaxpr), program.consts), shapes
 
 
