@@ -159,13 +159,7 @@ def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int
     fused = _called(made, "calls") if made.operation == "fusion" else []
     if fused:
         inner = bodies[fused[0]]
-        parameters = {
-            int(match[1]): one
-            for one in inner.values()
-            if (match := re.search(r" parameter\((\d+)\)", one.line))
-        }
-        read = sum(_read(inner, parameters[i]) for i in range(len(operands)) if i in parameters)
-        return read + _written(inner)
+        return _read(inner) + _written(inner)
     if made.operation == "dynamic-update-slice":
         return 2 * _size(operands[1].shape)
     if made.operation in ("dynamic-slice", "slice", "gather"):
@@ -200,24 +194,27 @@ def _source(body: _Body, made: _Instruction) -> _Instruction:
     return made
 
 
-def _read(inner: _Body, parameter: _Instruction) -> float:
-    """Returns the bytes of a parameter that a fused computation reads."""
-    whole = _size(parameter.shape)
+def _read(inner: _Body) -> float:
+    """Returns the bytes of its parameters that a fused computation reads.
+
+    Each operation reads of its operands the share that is read of its result, and a slice less.
+    """
+    shares = {name: 1.0 for name, made in inner.items() if made.is_root}
     total = 0.0
-    for user in inner.values():
-        if parameter.name not in user.operands:
-            continue
-        if user.operation in ("dynamic-slice", "slice", "gather") and (
-            user.operands[0] == parameter.name
-        ):
-            total += _size(user.shape)
-        elif user.operation == "dynamic-update-slice" and user.operands[0] == parameter.name:
-            continue  # Written in place.
-        elif user.operation in ("bitcast", "get-tuple-element"):
-            total += _read(inner, user)
-        else:
-            return whole
-    return min(total, whole)
+    for made in reversed(inner.values()):
+        share = shares.get(made.name, 0.0)
+        if made.operation == "parameter":
+            total += share * _size(made.shape)
+        for number, name in enumerate(made.operands):
+            if name not in inner:
+                continue
+            part = share
+            if made.operation in ("dynamic-slice", "slice", "gather") and number == 0:
+                part *= _size(made.shape) / max(1, _size(inner[name].shape))
+            elif made.operation == "dynamic-update-slice" and number == 0:
+                part = 0.0  # Written in place.
+            shares[name] = min(1.0, shares.get(name, 0.0) + part)
+    return total
 
 
 def _written(inner: _Body) -> float:

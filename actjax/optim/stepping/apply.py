@@ -206,7 +206,7 @@ def apply(
       refresh: for a `subspace`, whether to take new bases from this gradient before it is applied:
         static under `jax.jit`.
       with_norm: whether to also return the norm of what was added to the parameters, before they
-        were rounded.
+        were rounded; of matrices with 1,024 rows or more it is estimated from every sixteenth row.
 
     Returns:
       The new parameters and state, and the norm, float32, if `with_norm`.
