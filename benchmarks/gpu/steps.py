@@ -24,10 +24,13 @@ from benchmarks.training_steps import compiled_memory, random_batch, training_st
 from benchmarks.variants import VARIANTS
 from models import ModelConfig, preset
 from train.planning.devices import compile_for, find_device
-from train.planning.estimate import compile_plan, make_plan
+from train.planning.estimate import compile_plan
+from train.run.gpus import gpu_of_kind
 from train.run.report import tree_bytes
 from train.run.sharding import product_options, with_sharding
+from train.run.utilization import step_flops
 from train.settings.config import PretrainConfig
+from train.settings.resolve import resolve
 
 DEVICE = "h100"
 """The GPU that dry runs compile for."""
@@ -187,7 +190,8 @@ def time_steps(
 
     Returns:
       A row for each setting, with what `Steps.run` returns, where `seconds` has an entry for each
-      round; their `median`, `tokens_per_second`, and the `planned_peak` of the compiler.
+      round; their `median`, `tokens_per_second`, `tflop_per_second` and `share_of_peak` (of the
+      model's operations, `train.run.utilization`), and the `planned_peak` of the compiler.
     """
     rows: Rows = [{**dataclasses.asdict(setting), "seconds": []} for setting in settings]
     steps = Steps(settings, alone)
@@ -201,6 +205,10 @@ def time_steps(
         if "failure" not in row:
             row["median"] = statistics.median(row["seconds"])
             row["tokens_per_second"] = setting.batch_size * setting.seq_len / row["median"]
+            rate = step_flops(resolve(setting.config(), setting.shape())) / row["median"]
+            gpu = gpu_of_kind(jax.devices()[0].device_kind)
+            row["tflop_per_second"] = rate / 1e12
+            row["share_of_peak"] = None if gpu is None else rate / gpu.flops
             row["planned_peak"] = compiled_memory(programs["step"])["peak"]
     return rows
 
@@ -217,7 +225,7 @@ def compile_only(settings: Sequence[Setting]) -> Rows:
     for setting in settings:
         variant, on_host = VARIANTS.get(setting.step or setting.name), 0
         if variant is not None and variant.optimizer.offload_states:
-            plan = compile_plan(make_plan(variant.configure(setting.config()), DEVICE), DEVICE)
+            plan = compile_plan(variant.configure(setting.config()), DEVICE)
             peak, on_host = plan.peak, plan.on_host
         else:
             peak = compiled_memory(compiled_for_gpu(setting))["peak"]
