@@ -256,7 +256,7 @@ def choose(config: PlanConfig, console: Console, measured: Measured | None = Non
         train,
         config.device,
         budget_bytes(train.budget, config.device),
-        methods=methods_of(train, adapters=bool(train.checkpoint) and measured is None),
+        methods=methods_of(train, adapters=False),
         say=functools.partial(console.print, highlight=False, markup=False),
         accept=accept,
     )

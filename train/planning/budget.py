@@ -33,11 +33,11 @@ def methods_of(config: Config, *, adapters: bool) -> list[str]:
 
     Args:
       config: the settings; the default of `--method` counts as not given.
-      adapters: whether methods with adapters are among them.
+      adapters: whether they train adapters, whose learning rates are others, or all weights.
     """
     if config.method in METHODS and config.method != type(config).method:
         return [config.method]
-    names = (*FULL_WEIGHTS, *(ADAPTERS if adapters else ()))
+    names = ADAPTERS if adapters else FULL_WEIGHTS
     return [name for name in names if not METHODS[name].for_comparison]
 
 

@@ -9,7 +9,7 @@ time above the estimate by a factor.
 Among candidates within 3% of the fastest, the one of the best quality is taken: exact gradients,
 then more bits, second moments that are not factored, moments of more bits, and updates after the
 whole gradient. Candidates that train other weights come last, and only if nothing before them fits:
-subspaces, the largest first, then adapters.
+subspaces, the largest first, then each method with adapters.
 """
 
 import dataclasses
