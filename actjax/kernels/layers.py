@@ -104,6 +104,11 @@ class Scaled:
         return scaled(value_of(self.array), self.factor)
 
 
+def split_scaled(x: Any) -> tuple[Any, list[jax.Array]]:
+    """Returns the array of a `Scaled` and its factor, [1]; any other array with no factor."""
+    return (x.array, [x.factor[None]]) if isinstance(x, Scaled) else (x, [])
+
+
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Returns `x` times a float32 scalar, rounded to the dtype of `x`."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
