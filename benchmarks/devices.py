@@ -17,7 +17,7 @@ from benchmarks.tables import cell, print_cells
 from train.planning.collectives import KINDS
 from train.planning.devices import find_device
 from train.planning.estimate import compile_plan, make_plan
-from train.planning.gpus import GIB
+from train.run.gpus import GIB
 from train.run.sharding import mesh_sizes
 from train.settings.config import PretrainConfig
 from train.settings.methods import METHODS
@@ -62,7 +62,7 @@ def measure(config: Config) -> list[dict]:
             train = dataclasses.replace(
                 config.train, method=method, mesh=mesh, batch_size=config.train.batch_size * groups
             )
-            step = compile_plan(make_plan(train, config.device), config.device)
+            step = compile_plan(train, config.device)
             rows.append(
                 {
                     "method": method,
@@ -73,7 +73,7 @@ def measure(config: Config) -> list[dict]:
                     "temporaries": step.temporaries,
                     "weights": step.weights,
                     "states": step.states,
-                    "all_weights": step.plan.memory.weights,
+                    "all_weights": make_plan(train).memory.weights,
                     "exchanged": dict(step.exchanged),
                 }
             )

@@ -19,7 +19,7 @@ from models.padding import count_parameters
 from models.presets import PRESETS
 from train.planning.devices import find_device
 from train.planning.estimate import compiled_peak, least_bytes
-from train.planning.gpus import GIB
+from train.run.gpus import GIB
 from train.run.recipe import Recipe, build_recipe
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import ADAPTERS, MethodOptions

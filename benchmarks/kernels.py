@@ -20,12 +20,12 @@ import jax
 
 from actjax.kernels.dispatch import Kernel
 from benchmarks import command, record
-from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import Cells, cell, print_cells
 from train.planning.devices import compile_for
-from train.planning.gpus import GPUS
+from train.planning.traffic import kernels_of
+from train.run.gpus import GPUS
 from train.settings.messages import check_known
 
 _BANDWIDTH = 4.3e12
@@ -69,12 +69,18 @@ def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         program = dumped(pallas, shapes, config.device, folder)
         row = resources(pathlib.Path(folder), GPUS[config.device].capability)
-        row["moved"], row["kernels"] = traffic(program)
+        row["moved"], row["kernels"] = _traffic(program)
         if config.against_xla:
             reference = functools.partial(kernel.reference, **case.options)
             program = dumped(reference, shapes, config.device, folder)
-            row["xla_moved"], row["xla_kernels"] = traffic(program)
+            row["xla_moved"], row["xla_kernels"] = _traffic(program)
     return row
+
+
+def _traffic(program: str) -> tuple[int, int]:
+    """Returns the bytes that the kernels of a program move, and how many of them run."""
+    kernels = kernels_of(program)
+    return round(sum(x.moved for x in kernels)), sum(x.runs for x in kernels)
 
 
 def dumped(fun: Any, shapes: Any, device: str, folder: str) -> str:

@@ -20,7 +20,7 @@ from benchmarks.variants import check_names
 from models import ModelConfig, preset
 from train.planning.devices import compile_for, find_device
 from train.planning.estimate import compiled_peak, least_bytes
-from train.planning.gpus import GIB
+from train.run.gpus import GIB
 from train.run.loss import whole_batch_shapes
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, step_memory

@@ -5,9 +5,9 @@ to `benchmarks/results/quick`. `--full` runs them as they are committed, which t
 writes to `benchmarks/results`. Both write the page of tables, as `benchmarks.render` does.
 
 `--compare` compares the quick results with those of the last commit, row by row, and exits with 1
-if a peak, a temporary memory, a loss or a number of operations is more than 2% larger or missing,
-if there are new faults, or if a result is missing or has other settings. Times are not compared:
-machines differ.
+if a peak, a temporary memory, the traffic of a step, a loss or a number of operations is more than
+2% larger or missing, if there are new faults, or if a result is missing or has other settings.
+Times are not compared: machines differ.
 """
 
 import collections
@@ -57,6 +57,10 @@ JOBS = {
         full=("--model", "llama_1b", "--batch-size", "8", "--seq-len", "1024", "--weight-dtype",
               "bfloat16", "--compute-dtype", "bfloat16", "--device", "h100"),
     ),
+    "traffic": Job(
+        "benchmarks.traffic",
+        ("--only", "exact", "remat, 8-bit states, in backward", "lean", "lean_subspace d/4"),
+    ),
     "triton_kernels": Job(
         "benchmarks.triton_kernels",
         ("--cases", "llama_1b block input, 4 bits, normal levels, balanced, rotated"),
@@ -73,6 +77,7 @@ COMPARED = {
     "memory": ("peak", "forward_and_backward", "matmul_flops"),
     "ladder": ("peak", "matmul_flops", "loss"),
     "soak": ("faults",),
+    "traffic": ("moved",),
 }
 """Values of the rows of each result: less is better. Lists count by their length."""
 

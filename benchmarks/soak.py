@@ -252,7 +252,9 @@ def _last_state(root: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
 
 def _losses(root: pathlib.Path) -> list[str]:
     lines = read_metrics(root / "run" / "metrics.jsonl")
-    return [json.dumps({k: v for k, v in x.items() if k != "tokens_per_second"}) for x in lines]
+    return [
+        json.dumps({k: v for k, v in x.items() if not k.endswith("_per_second")}) for x in lines
+    ]
 
 
 def _names(root: pathlib.Path) -> set[str]:

@@ -21,6 +21,7 @@ from benchmarks.tables import Cells, print_cells
 from benchmarks.timing import Advancing, interleaved
 from benchmarks.training_steps import ON_DEVICE, compiled_memory, random_batch, training_step
 from benchmarks.variants import check_names
+from train.run.gpus import gpu_of_kind
 from train.settings.config import PretrainConfig
 from train.settings.resolve import dimensions
 
@@ -78,6 +79,7 @@ def _matmul_rate(dtype: jnp.dtype) -> float:
 
 def table(rows: list[dict[str, Any]], rate: float, tokens: int) -> Cells:
     """Returns medians, ratios to the first row, and bounds."""
+    gpu = gpu_of_kind(jax.devices()[0].device_kind)
     cells, first = [], statistics.median(rows[0]["seconds"])
     for row in rows:
         seconds, refresh = row["seconds"], row["refresh_seconds"]
@@ -89,6 +91,8 @@ def table(rows: list[dict[str, Any]], rate: float, tokens: int) -> Cells:
                 "ms (min to max)": f"{median * 1e3:,.1f} {spread}",
                 "/ first": f"{median / first:.3f}",
                 "tokens/s": f"{tokens / median:,.0f}",
+                "TFLOP/s": f"{row['matmul_flops'] / median / 1e12:.3g}",
+                **({"of peak": f"{row['matmul_flops'] / median / gpu.flops:.0%}"} if gpu else {}),
                 "refresh ms": f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
                 "bound ms": f"{bound * 1e3:,.1f}",
                 "of it": f"{bound / median:.2f}",

@@ -60,7 +60,7 @@ def save_adapters(
     adapters: Adapters,
     lora: LoRAConfig,
     folder: pathlib.Path | str,
-    config: ModelConfig,
+    config: ModelConfig | None = None,
     *,
     base: str = "",
 ) -> None:
@@ -73,7 +73,8 @@ def save_adapters(
       adapters: as `models.lora.init_adapters` returns them.
       lora: their settings.
       folder: the folder to create. It appears once everything in it is written.
-      config: dimensions of the decoder that the adapters are for.
+      config: dimensions of the decoder that the adapters are for; None if its weights have no
+        padding (`ModelConfig.stored_ffn_size`).
       base: name or path of the model that the adapters belong to.
 
     Raises:
@@ -84,8 +85,10 @@ def save_adapters(
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for factor, stacked in factors.items():
-            path = f"layers.{target}.{factor}"
-            for layer, array in enumerate(without_padding(path, fetch(stacked), config)):
+            whole = fetch(stacked)
+            if config is not None:
+                whole = without_padding(f"layers.{target}.{factor}", whole, config)
+            for layer, array in enumerate(whole):
                 name = _tensor_name(_module(target, layer), factor)
                 tensors[name] = np.ascontiguousarray(array.T)
     fields = {

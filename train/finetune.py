@@ -14,6 +14,7 @@ from models import huggingface
 from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
 from models.hub import is_remote
 from models.lora import quantize
+from train.planning.budget import settled
 from train.run import hosts
 from train.run.begin import begin, in_epochs
 from train.run.calibration import calibrate
@@ -83,6 +84,7 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
             checkpoint = find_checkpoint(user_config.checkpoint, user_config.download)
             model_config, dtype = read_dimensions(checkpoint)
             huggingface.check(checkpoint)
+        user_config = settled(user_config, model_config.vocab_size, console)
         config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)

@@ -8,8 +8,9 @@ With `--checkpoint` and `--measure`, the error of each method's gradient is meas
 weights of a checkpoint on the text of `--data`. No other settings tell what a method does to a
 model that is already trained.
 
-With `--budget`, the fastest step that fits is found, and the command that runs it is printed. Other
-settings, such as `--data`, go into that command.
+With `--budget`, the fastest step that fits is found by prediction, and the command that runs it is
+printed. Other settings, such as `--data`, go into that command. The same flag of train.pretrain and
+train.finetune runs the step that is found.
 
 With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
 its memory, and the bytes that it gathers, reduces and moves in a step.
@@ -18,13 +19,11 @@ The methods lora, qlora and hyc_lora are those of train.finetune, with a checkpo
 """
 
 import dataclasses
-import math
+import functools
 import pathlib
-import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -32,12 +31,13 @@ import tyro
 from rich.console import Console
 
 from models.checkpoints import find_checkpoint, read_dimensions
+from train.planning.budget import budget_bytes, check_searched, methods_of, nothing_fits
 from train.planning.devices import DEVICES, HERE, check_dtype
-from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
-from train.planning.gpus import GIB
+from train.planning.estimate import Compiled, Config, compile_plan
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
-from train.planning.stages import METHODS, OPTIONS, stages
+from train.planning.search import search
 from train.planning.tables import chosen_flags, flags, rare_settings, size_text, table_of
+from train.run.gpus import GIB
 from train.run.gradient_error import WHOLE
 from train.run.loop import make_console
 from train.run.sharding import mesh_sizes
@@ -75,6 +75,8 @@ class PlannedAdapters(AdapterConfig):
 class PlannedConfig(PretrainConfig):
     """A run without the settings that its step does not depend on."""
 
+    method: str = ALL
+    """Method: how activations are stored for the backward pass."""
     adapter: PlannedAdapters = PlannedAdapters()
     distributed: tyro.conf.Fixed[bool] = False
     out: tyro.conf.Fixed[pathlib.Path | None] = None
@@ -97,13 +99,10 @@ class PlanConfig:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
     """
 
-    train: PlannedConfig = PlannedConfig(method=ALL, weight_dtype="bfloat16")
+    train: PlannedConfig = PlannedConfig(weight_dtype="bfloat16")
     """The run. Here `--method` is `all` by default, and `--weight-dtype` bfloat16."""
     device: str = HERE
     """Device to compile for."""
-    budget: str = ""
-    """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
-    or more first, then fewer bits, then subspaces, the largest first."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
@@ -123,9 +122,8 @@ class PlanConfig:
         check_dtype(self.device, train.compute_dtype)
         mesh_sizes(train.mesh)
         self._check_measuring()
-        if self.budget:
-            parse_budget(self.budget)
-            self._check_searched()
+        if train.budget:
+            check_searched(train)
         if train.options.codec and train.method == ALL:
             raise ValueError(
                 "`--codec` is for one method: add `--method`, one of"
@@ -141,28 +139,13 @@ class PlanConfig:
                 f"`{flags[0]}` compares gradients of all weights, and `--method"
                 f" {self.train.method}` trains adapters: drop one of both."
             )
-        if self.measuring.error and not self.budget:
+        if self.measuring.error and not self.train.budget:
             raise ValueError(
                 f"`--error {self.measuring.error}` is for the search of `--budget`: add `--budget`,"
                 " or pass `--measure` to see the error of every method."
             )
         if flags and not self.measuring.wanted:
             raise ValueError(f"`{flags[0]}` has no effect without `--measure`: add it, or drop it.")
-
-    def _check_searched(self) -> None:
-        """Raises a `ValueError` for settings that the search would overwrite or never try."""
-        train = self.train
-        chosen = {name for name in given_fields(train.options) if name in OPTIONS}
-        chosen |= set() if train.in_backward is None else {"in_backward"}
-        chosen |= {"moment_dtype"} if train.optimizer.moment_dtype != "auto" else set()
-        if chosen:
-            shown = ", ".join(f"`{flag_name(name)}`" for name in sorted(chosen))
-            raise ValueError(f"{shown}: the search of `--budget` chooses it. Drop it.")
-        if train.method not in (ALL, *METHODS):
-            raise ValueError(
-                f"`--method {train.method}` is not part of the search of `--budget`, which tries"
-                f" {', '.join(METHODS)}: choose one of them, or drop `--budget`."
-            )
 
     @staticmethod
     def ignored() -> set[str]:
@@ -222,17 +205,17 @@ def run(config: PlanConfig, console: Console) -> bool:
     measured = None
     if config.measuring.wanted:
         measured = open_measured(config.measuring, train, checkpoint)
-    if config.budget:
-        return search(config, console, measured)
+    if train.budget:
+        return choose(config, console, measured)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
     rows = []
     for name in names:
         options = used_options(name, train.options)
-        plan = make_plan(dataclasses.replace(train, method=name, options=options), config.device)
-        rows.append(compile_plan(plan, config.device))
+        one = dataclasses.replace(train, method=name, options=options)
+        rows.append(compile_plan(one, config.device))
         line = f"{name}: {size_text(rows[-1].peak)}"
         if measured is not None:
-            line += f", error {measured.errors(plan.config)[WHOLE].error:.4f}"
+            line += f", error {measured.errors(one)[WHOLE].error:.4f}"
         console.print(line, highlight=False)
     console.print(table_of(rows, config.train, config.device))
     if measured is not None:
@@ -241,64 +224,70 @@ def run(config: PlanConfig, console: Console) -> bool:
 
 
 def _print_errors(rows: list[Compiled], measured: Measured, console: Console) -> None:
-    errors = {chosen_flags(row.plan.config): measured.errors(row.plan.config) for row in rows}
+    errors = {chosen_flags(row.config): measured.errors(row.config) for row in rows}
     console.print(table_of_errors(errors, measured))
 
 
-def search(config: PlanConfig, console: Console, measured: Measured | None = None) -> bool:
+def choose(config: PlanConfig, console: Console, measured: Measured | None = None) -> bool:
     """Prints the fastest plan within the budget, and returns whether there is one.
 
     Args:
       config: what to plan.
       console: where tables are printed.
       measured: what errors are measured on; None if they do not matter.
+
+    Raises:
+      ValueError: settings that fit no method, or a device that does not tell its free memory.
     """
-    began, budget = time.time(), parse_budget(config.budget)
-    methods = METHODS if config.train.method == ALL else (config.train.method,)
-    tried: list[Compiled] = []
-    fitting: list[Compiled] = []
-    for title, configs in stages(config.train, dimensions(config.train), methods):
-        for compiled in _by_speed(title, configs, config, console):
-            tried.append(compiled)
-            if compiled.peak > budget:
-                continue
-            fitting.append(compiled)
-            if measured is not None:
-                error = measured.errors(compiled.plan.config)[WHOLE].error
-                console.print(f"    error of its gradient: {error:.4f}", highlight=False)
-                if measured.config.error and not error <= measured.config.error:
-                    continue
-            console.print(table_of(tried, config.train, config.device))
-            if measured is not None:
-                _print_errors(fitting, measured, console)
-            console.print(
-                f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
-                highlight=False,
-            )
-            command = _command(compiled.plan.config, config)
-            if rare := rare_settings(compiled.plan.config):
-                console.print("write this into plan.yaml:\n", *rare, "", sep="\n", highlight=False)
-                command += " --config plan.yaml"
-            print(command)
+    began, train = time.time(), config.train
+    refused: list[Compiled] = []
+
+    def accept(compiled: Compiled) -> bool:
+        if measured is None:
             return True
-    if tried:
-        console.print(table_of(tried, config.train, config.device))
-    if measured is not None and fitting:
-        _print_errors(fitting, measured, console)
+        error = measured.errors(compiled.config)[WHOLE].error
+        console.print(f"    error of its gradient: {error:.4f}", highlight=False)
+        if not measured.config.error or error <= measured.config.error:
+            return True
+        refused.append(compiled)
+        return False
+
+    found = search(
+        train,
+        config.device,
+        budget_bytes(train.budget, config.device),
+        methods=methods_of(train, adapters=False),
+        say=functools.partial(console.print, highlight=False, markup=False),
+        accept=accept,
+    )
+    if rows := [*found.fitting, *refused]:
+        console.print(table_of(rows, train, config.device))
+        if measured is not None:
+            _print_errors(rows, measured, console)
+    if found.best is None and refused:
         console.print(
-            f"{len(fitting)} plans fit {config.budget}, and the error of none is at most"
+            f"{len(refused)} plans fit {train.budget}, and the error of none is at most"
             f" {config.measuring.error}: raise `--error` or `--budget`."
         )
+    elif found.best is None:
+        console.print(nothing_fits(train.budget, found), highlight=False, markup=False)
+    if found.best is None:
         return False
     console.print(
-        f"nothing fits {config.budget}: fewer tokens (`--batch-size`, `--seq-len`), or a smaller"
-        " model."
+        f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n", highlight=False
     )
-    return False
+    command = _command(found.best.config, config)
+    if rare := rare_settings(found.best.config):
+        console.print("write this into plan.yaml:\n", *rare, "", sep="\n", highlight=False)
+        command += " --config plan.yaml"
+    print(command)
+    return True
 
 
-def _command(train: PretrainConfig, config: PlanConfig) -> str:
+def _command(chosen: Config, config: PlanConfig) -> str:
     """Returns the command that runs a plan."""
+    assert isinstance(chosen, PretrainConfig)
+    train = dataclasses.replace(chosen, budget="")
     if not train.checkpoint:
         return f"python -m train.pretrain {flags(train)}"
     # Without the settings that only pretraining has.
@@ -310,47 +299,6 @@ def _command(train: PretrainConfig, config: PlanConfig) -> str:
         # The errors are of gradients in which all tokens count, as those of a completion do.
         command += f" --prompt-template '' --completion-template {shlex.quote(template)}"
     return command
-
-
-def _by_speed(
-    title: str, configs: list[PretrainConfig], config: PlanConfig, console: Console
-) -> Iterator[Compiled]:
-    """Yields the compiled plans of a stage, the fastest first, without those that cannot fit."""
-    budget = parse_budget(config.budget)
-    # Weights and optimizer states first: an estimate of the other parts takes a trace.
-    plans = [make_plan(c, config.device) for c in configs if bytes_of_device(c) <= budget]
-    devices = math.prod(mesh_sizes(config.train.mesh).values())
-    possible = [plan for plan in plans if plan.memory.total / devices <= budget]
-    console.print(
-        f"{title}: {len(configs)} plans, {len(configs) - len(possible)} of them above"
-        f" {config.budget} without workspace",
-        highlight=False,
-    )
-    for plan in sorted(possible, key=lambda p: p.seconds):
-        compiled = compile_plan(plan, config.device)
-        console.print(f"  {flags(plan.config)}: {size_text(compiled.peak)}", highlight=False)
-        yield compiled
-
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for unit, base in (("iB", 1024), ("B", 1000), ("", 1024))
-}
-
-
-def parse_budget(text: str) -> int:
-    """Returns a number of bytes from text such as 24GiB. Without a unit, at least a MiB of bytes.
-
-    Raises:
-      ValueError: text that is not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    # A bare 24 does not mean 24 bytes.
-    smallest = 0 if match is not None and match[2] else 2**20 - 1
-    if match is None or match[2] not in _UNITS or float(match[1]) <= smallest:
-        raise ValueError(f"`--budget` must be a size such as 24GiB or 16GB, got {text!r}.")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from models import huggingface
 from models.checkpoints import find_checkpoint, read_dimensions
+from train.planning.budget import settled
 from train.run import hosts
 from train.run.begin import begin, in_epochs
 from train.run.export import Target, Trained, exports_only, read_trained, tokenizer_of_run
@@ -80,6 +81,8 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
     corpus, tokenizer = opened
     with hosts.failing_together():
         model_config, remark = dimensions(user_config, tokenizer.vocab_size), ""
+        user_config = settled(user_config, model_config.vocab_size, console)
+        config = resolve(user_config, model_config, dtype)
         if checkpoint is not None:
             flag = "--checkpoint" if user_config.data.tokenizer is None else "--tokenizer"
             remark = fit_vocabulary(tokenizer, flag, config.title, model_config.vocab_size)
@@ -88,7 +91,7 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
             special = user_config.data.special_tokens
             rows = count_rows(corpus, tokenizer, config.seq_len, special)
             user_config = in_epochs(user_config, config, lambda epochs: epochs * rows)
-        config = dataclasses.replace(config, model_config=model_config, steps=user_config.steps)
+        config = dataclasses.replace(config, steps=user_config.steps)
         recipe = build_recipe(config)
         how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         how["special_tokens"] = user_config.data.special_tokens

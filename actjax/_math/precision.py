@@ -12,11 +12,11 @@ def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def product_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype in which a program for this backend returns products that are then rounded.
+    """Returns the dtype of products that are rounded next, in programs for this backend.
 
-    Matrix units of GPUs and TPUs accumulate 16-bit operands in float32 and can round the sums before
-    they write them, which halves what a product writes and saves a conversion. XLA for CPUs (JAX
-    0.10) computes such products several times slower, so there it is the accumulation dtype.
+    Matrix units of GPUs and TPUs add up products of 16-bit operands in float32 and can round the
+    sums before they write them, which halves what they write and saves a conversion. XLA for CPUs
+    (JAX 0.10) computes such products several times slower: there it is the accumulation dtype.
     """
     narrow = jnp.result_type(*dtypes)
     rounds = narrow.itemsize == 2 and jax.default_backend() in ("gpu", "tpu")

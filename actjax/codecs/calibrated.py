@@ -67,7 +67,7 @@ class ChannelRange:
         # Divided first, because the sum of large numbers would overflow.
         mean = jnp.sum(wide / len(wide), 0)
         squares, count = jnp.square(wide).sum(0), jnp.float32(len(wide))
-        weight, directions = weighted_sums(wide, 1)
+        weight, directions = weighted_sums(wide)
         return cls(low, high, jnp.clip(mean, low, high), squares, count, directions, weight)
 
     def merged(self, other: "ChannelRange") -> "ChannelRange":
@@ -221,8 +221,8 @@ class Calibrated(Codec, holds_arrays=True):
 
     def _deviations(self, x: jax.Array) -> jax.Array:
         """Returns weights, and weighted squares of the distances from the means: [2, d]."""
-        apart = x.astype(jnp.float32) - self.centre.view(self.codec.scale_dtype)
-        weight, squares = weighted_sums(apart, 2)
+        centre = jnp.asarray(self.centre).view(self.codec.scale_dtype).astype(jnp.float32)
+        weight, squares = weighted_sums(x, centre)
         return jnp.stack([jnp.broadcast_to(weight, squares.shape), squares])
 
     def errors(self, x: jax.Array) -> jax.Array:

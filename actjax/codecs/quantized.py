@@ -89,8 +89,9 @@ class Quantized(Codec):
         odd width is not.
       balance: whether to subtract the mean of each channel over the tokens of a sequence, and to
         divide by the root of its deviation, before anything else. The tokens of a sequence are the
-        second last axis of `x`; one number that is not finite spoils all of them. Needs
-        scaling="group".
+        second last axis of `x`. Both are measured on all tokens, on every fourth from 512 on, and
+        on every eighth from 1,024 on; one number in these that is not finite spoils the sequence.
+        Needs scaling="group".
     """
 
     bits: int

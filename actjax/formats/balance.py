@@ -9,11 +9,13 @@ Schwarz if `spread²` is proportional to `deviation`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, over
+from actjax._shards import is_partitioned
 from actjax.formats.code import ScaleDtype
 from actjax.formats.scales import stored
 
@@ -21,11 +23,11 @@ _LEAST = 2.0**-12
 """Least deviation of a channel, relative to the largest: dividing by less only adds noise."""
 
 
-_STRIDES = 8, 4, 2
-"""Every eighth token is enough for the statistics of a long sequence, and few are too few: see
-`_SAMPLED`."""
-_SAMPLED = 64
-"""Least number of tokens that are sampled."""
+_STRIDES = 8, 4
+"""Every eighth or fourth token of a long sequence is read for its statistics."""
+_SAMPLED = 128
+"""Least number of tokens that are sampled. With SmolLM2-135M, 128 of 1,024 tokens give the error of
+the gradient that all of them give, and 64 of 256 up to 7% more."""
 
 
 def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
@@ -33,10 +35,11 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
 
     They are of a sequence alone, which fits its text better than the batch does (SmolLM2-135M on
     GSM8K: 12% less error of the gradient) and needs no reduction over devices that share a batch.
-    They are of a sample: every eighth token of 512 or more, at least 64 tokens of fewer, in one
-    pass. The first tokens of a sequence can be a thousand times larger than all others. Tokens are
-    therefore weighted by the inverse of their norm (a step of Weiszfeld's algorithm for the
-    geometric median, 1937), so that no token counts for more than its direction.
+    They are of every eighth of 1,024 or more tokens, every fourth of 512 or more, and all of fewer
+    (also where eight or four does not divide the length). The first tokens of a sequence can be a
+    thousand times larger than all others. Tokens are therefore weighted by the inverse of their
+    norm (a step of Weiszfeld's algorithm for the geometric median, 1937), so that no token counts
+    for more than its direction.
 
     Args:
       x: activations, [..., S, d], or [d] for a single token.
@@ -54,9 +57,10 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
     total = jnp.sum(weights, -2, keepdims=True)
     mean = over(jnp.sum(weights * tokens, -2, keepdims=True), total)
     # Squares of distances from some token, so that a large mean does not hide a deviation. XLA for
-    # GPUs reads the tokens once for both sums; with distances from the mean it would write them to
-    # memory, transposed.
-    origin = tokens[..., -1:, :]
+    # GPUs then reads the tokens once for both sums; with distances from the mean it would write
+    # them to memory, transposed. Devices that share a sequence would have to exchange the token.
+    has_token = tokens.shape[-2] > 0 and not is_partitioned(x)
+    origin = tokens[..., -1:, :] if has_token else mean
     apart = weights * jnp.square(tokens - origin)
     squares = over(jnp.sum(apart, -2, keepdims=True), total) - jnp.square(mean - origin)
     spread = spread_of(jnp.sqrt(jnp.maximum(squares, 0)))
@@ -81,28 +85,33 @@ def spread_of(deviation: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(relative, _LEAST))
 
 
-def weighted_sums(tokens: jax.Array, power: int) -> tuple[jax.Array, jax.Array]:
+def weighted_sums(tokens: jax.Array, centre: jax.Array | None = None) -> tuple[Any, Any]:
     """Returns sums that the mean or the deviations of many activations follow from, in float32.
 
-    Sums of several activations may be added. Divided by the sum of the weights, those of tokens
-    (power 1) are the mean of `balance_of`, and those of tokens less the mean (power 2) the squares
-    of its deviations.
+    Sums of several activations may be added. Divided by the sum of the weights, those of the tokens
+    are the mean of `balance_of`, and those of squared distances from it the squares of its
+    deviations.
 
     Args:
       tokens: [..., d].
-      power: 1 or 2, of the numbers that are summed.
+      centre: [d], from which the distances are measured; None to add the tokens themselves.
 
     Returns:
       The sum of the weights, which are inverse norms, a scalar; and the weighted sums, [d].
     """
     wide = tokens.astype(jnp.float32).reshape(-1, tokens.shape[-1])
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0)
-    within = over(wide, largest)
-    norms = jnp.sqrt(jnp.sum(jnp.square(within), -1, keepdims=True))
-    # Each token divided by its norm: no square or inverse of the numbers themselves.
-    unit = over(within, norms)
-    weight = jnp.sum(over(over(jnp.where(norms > 0, 1.0, 0.0), norms), largest))
-    return weight, jnp.sum(unit if power == 1 else unit * wide, 0)
+    norms = jnp.sqrt(jnp.sum(jnp.square(over(wide, largest)), -1, keepdims=True))
+    exist = jnp.where(norms > 0, 1.0, 0.0)
+
+    def weighted(x: jax.Array) -> jax.Array:
+        """Returns `x` over the norms: no square or inverse of the numbers themselves."""
+        return over(over(x * exist, norms), largest)
+
+    if centre is None:
+        return jnp.sum(weighted(exist)), jnp.sum(weighted(wide), 0)
+    apart = wide - centre
+    return jnp.sum(weighted(exist)), jnp.sum(weighted(apart) * apart, 0)
 
 
 def statistics_shape(shape: Sequence[int]) -> tuple[int, ...]:

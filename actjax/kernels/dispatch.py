@@ -124,6 +124,8 @@ class Kernel:
         the arguments. `jax.vmap` runs it once for each entry of the mapped axis.
       converts: whether the first argument is converted to float32, so that one of 16 bits can take
         the place of the same numbers in float32. With `reads_layers` it may be a `Scaled`.
+      addend: the number of an argument that may be an array instead of None, which is then added
+        to a result, and the number of this result; None if there is none.
       reads_layers: whether arguments of `pallas` may be `Layer`s of stacks.
       writes_layers: as for `primitive.Computation`; "results" if `pallas` has the argument `into`.
     """
@@ -134,6 +136,7 @@ class Kernel:
     pallas: str
     mosaic: str | None = None
     triton: str | None = None
+    addend: tuple[int, int] | None = None
     converts: bool = False
     reads_layers: bool = False
     writes_layers: primitive.Writes = "nothing"

@@ -41,6 +41,11 @@ class Computation(Protocol):
         ...
 
     @property
+    def addend(self) -> tuple[int, int] | None:
+        """Numbers of an argument that is added to a result, and of this result; None without."""
+        ...
+
+    @property
     def converts(self) -> bool:
         """Whether numbers of 16 bits may take the place of the first argument in float32."""
         ...
@@ -114,7 +119,7 @@ class _Call:
     def _on_layers(self, platform: str | None, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns results, of which those that are written into a stack are the stack."""
         *arrays, index = leaves
-        operands = [
+        operands: list[Any] = [
             Layer(x, index) if is_layer else x
             for x, is_layer in zip(arrays, self.layers, strict=True)
         ]
@@ -162,6 +167,38 @@ def call(kernel: Computation, chosen: Any, options: Static, *args: Any) -> Any:
 def is_kernel(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation is a call of a kernel."""
     return eqn.primitive is _kernel
+
+
+def sum_of(eqn: core.JaxprEqn) -> Any:
+    """Returns the result of a call that the kernel could add an array to; None without one."""
+    if not is_kernel(eqn):
+        return None
+    call: _Call = eqn.params["call"]
+    if call.axes or call.kernel.addend is None:
+        return None
+    argument, result = call.kernel.addend
+    args = jax.tree.unflatten(call.arguments, eqn.invars)
+    return eqn.outvars[result] if args[argument] is None else None
+
+
+def with_addend(eqn: core.JaxprEqn, addend: Any, total: Any) -> core.JaxprEqn:
+    """Returns the call whose result `sum_of` is the sum with another array.
+
+    Args:
+      eqn: the call.
+      addend: variable of the array.
+      total: variable of the sum.
+    """
+    call: _Call = eqn.params["call"]
+    assert call.kernel.addend is not None
+    argument, result = call.kernel.addend
+    args = [*jax.tree.unflatten(call.arguments, eqn.invars)]
+    args[argument] = addend
+    invars, arguments = jax.tree.flatten(tuple(args))
+    outvars = [*eqn.outvars]
+    outvars[result] = total
+    params = {**eqn.params, "call": dataclasses.replace(call, arguments=arguments)}
+    return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
 def converts(eqn: core.JaxprEqn) -> bool:

@@ -4,12 +4,15 @@ The first answer questions that nobody has measured. The last repeat what was me
 another version of JAX, another GPU or changed kernels.
 """
 
+import dataclasses
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.gpu import kernels, trace
 from benchmarks.gpu.queue import Part
@@ -140,6 +143,32 @@ _LLAMA3_8B = [
 """Steps for an allocator that gives no more than a card of 24 GB has."""
 
 
+_IN_PLACE = [Setting("lean"), Setting("lean, slices", "lean", in_place=False)]
+
+
+def in_place(dry: bool) -> Rows:
+    """Compares two steps whose kernels read and write stacks with those of slices; times both."""
+    if dry:
+        return compile_only(_IN_PLACE[1:])
+    small = [dataclasses.replace(x, model="llama_3m", batch_size=2, seq_len=64) for x in _IN_PLACE]
+    steps = Steps(small)
+    first, *ends = steps.programs[0]["init"](), *(steps.state_after(i, 2) for i in range(2))
+    before, one, other = ([*map(np.asarray, jax.tree.leaves(x.model))] for x in (first, *ends))
+
+    def squares(xs: list[np.ndarray], ys: list[np.ndarray]) -> float:
+        pairs = zip(xs, ys, strict=True)
+        return float(sum(np.sum((x.astype("f8") - y.astype("f8")) ** 2) for x, y in pairs))
+
+    # Of what the steps changed; 0 if the two programs round alike.
+    error = math.sqrt(squares(one, other) / squares(before, other))
+    check = {"name": "in place against slices", "error": error, "ok": error < _SAME}
+    return [check, *time_steps(_IN_PLACE)]
+
+
+_SAME = 0.05
+"""Most that two steps may differ whose programs are fused, and therefore rounded, in two ways."""
+
+
 def triton(dry: bool) -> Rows:
     """Times kernels in Triton, Pallas's and XLA's, and steps of `lean` with and without Triton."""
     settings = [Setting("lean"), Setting("lean, Triton", "lean", implementation="triton")]
@@ -149,6 +178,7 @@ def triton(dry: bool) -> Rows:
 _ALL_METHODS = [Setting(name) for name in _METHODS]
 PARTS = (
     Part("profile", 70, profile),
+    Part("in_place", 60, in_place),
     Part("remat", 40, _steps(Setting("lean"), Setting(_REMAT))),
     Part("width", 40, _steps(*_WIDTHS)),
     Part("products", 110, _steps(*_PRODUCTS, compiled=_PRODUCTS[-1:], rounds=3)),

@@ -19,14 +19,18 @@ import jax
 
 from actjax import kernels
 from actjax.optim.states.host_states import HOST
+from actjax.optim.stepping import in_place
 from benchmarks.training_steps import compiled_memory, random_batch, training_step
 from benchmarks.variants import VARIANTS
 from models import ModelConfig, preset
 from train.planning.devices import compile_for, find_device
-from train.planning.estimate import compile_plan, make_plan
+from train.planning.estimate import compile_plan
+from train.run.gpus import gpu_of_kind
 from train.run.report import tree_bytes
 from train.run.sharding import product_options, with_sharding
+from train.run.utilization import step_flops
 from train.settings.config import PretrainConfig
+from train.settings.resolve import resolve
 
 DEVICE = "h100"
 """The GPU that dry runs compile for."""
@@ -47,6 +51,8 @@ class Setting:
     """Width of the feed-forward layers; 0 for that of the preset."""
     unroll: int = 1
     """Layers in an iteration of `jax.lax.scan` over them."""
+    in_place: bool = True
+    """Whether kernels read and write stacks where they are."""
     implementation: kernels.Implementation | None = None
     """Implementation of the kernels, as for `actjax.kernels.use`."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -74,7 +80,7 @@ class Setting:
             places = {"out_shardings": (shardings, None)}
         if place is not None:
             state, batch = place(state), place(batch)
-        with kernels.use(self.implementation), self._unrolled():
+        with kernels.use(self.implementation), self._unrolled(), self._with_slices():
             return {"init": init} | {
                 name: jax.jit(run, donate_argnums=0, **places).lower(state, batch)
                 for name, run in (("refresh", built.refresh), ("step", built.step))
@@ -88,7 +94,7 @@ class Setting:
 
     def compiled(self, program: Any) -> Any:
         """Compiles what `lowered` returns."""
-        options = {**product_options(self.shape()), **self.options}
+        options = {**product_options(), **self.options}
         return program.compile(compiler_options=options)
 
     @contextlib.contextmanager
@@ -101,6 +107,12 @@ class Setting:
             return scan(body, init, xs, length, **options)
 
         with mock.patch.object(jax.lax, "scan", unrolled if self.unroll > 1 else scan):
+            yield
+
+    @contextlib.contextmanager
+    def _with_slices(self) -> Iterator[None]:
+        applies = in_place.applies if self.in_place else lambda *_: False
+        with mock.patch.object(in_place, "applies", applies):
             yield
 
     def batch(self) -> dict[str, jax.Array]:
@@ -160,6 +172,13 @@ class Steps:
             "peak": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
 
+    def state_after(self, i: int, calls: int) -> Any:
+        """Returns the state of a setting after some steps from its first one."""
+        state = self.programs[i]["init"]()
+        for _ in range(calls):
+            state, _ = self.programs[i]["step"](state, self._settings[i].batch())
+        return state
+
 
 def time_steps(
     settings: Sequence[Setting], rounds: int = 4, calls: int = 3, alone: bool = False
@@ -171,7 +190,8 @@ def time_steps(
 
     Returns:
       A row for each setting, with what `Steps.run` returns, where `seconds` has an entry for each
-      round; their `median`, `tokens_per_second`, and the `planned_peak` of the compiler.
+      round; their `median`, `tokens_per_second`, `tflop_per_second` and `share_of_peak` (of the
+      model's operations, `train.run.utilization`), and the `planned_peak` of the compiler.
     """
     rows: Rows = [{**dataclasses.asdict(setting), "seconds": []} for setting in settings]
     steps = Steps(settings, alone)
@@ -185,6 +205,10 @@ def time_steps(
         if "failure" not in row:
             row["median"] = statistics.median(row["seconds"])
             row["tokens_per_second"] = setting.batch_size * setting.seq_len / row["median"]
+            rate = step_flops(resolve(setting.config(), setting.shape())) / row["median"]
+            gpu = gpu_of_kind(jax.devices()[0].device_kind)
+            row["tflop_per_second"] = rate / 1e12
+            row["share_of_peak"] = None if gpu is None else rate / gpu.flops
             row["planned_peak"] = compiled_memory(programs["step"])["peak"]
     return rows
 
@@ -201,7 +225,7 @@ def compile_only(settings: Sequence[Setting]) -> Rows:
     for setting in settings:
         variant, on_host = VARIANTS.get(setting.step or setting.name), 0
         if variant is not None and variant.optimizer.offload_states:
-            plan = compile_plan(make_plan(variant.configure(setting.config()), DEVICE), DEVICE)
+            plan = compile_plan(variant.configure(setting.config()), DEVICE)
             peak, on_host = plan.peak, plan.on_host
         else:
             peak = compiled_memory(compiled_for_gpu(setting))["peak"]

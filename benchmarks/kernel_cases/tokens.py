@@ -56,11 +56,12 @@ def _one_code(key: jax.Array, tokens: int, features: int, dtype: Any, codec: Qua
 def _norm_arguments(
     key: jax.Array, tokens: int, features: int, dtype: Any, codec: Quantized | None
 ) -> tuple[Any, ...]:
-    keys, shape = jax.random.split(key, 3), (tokens, features)
+    keys, shape = jax.random.split(key, 4), (tokens, features)
     return (
         normal(keys[0], shape, dtype) if codec is None else _code(keys[0], shape, codec, dtype),
         normal(keys[1], (features,), dtype),
         normal(keys[2], shape, dtype),
+        None if codec is None else normal(keys[3], shape, dtype),
     )
 
 

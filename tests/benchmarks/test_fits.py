@@ -1,7 +1,7 @@
 """The table of the models that fit, with peaks that are computed and not compiled."""
 
 from benchmarks import fits
-from train.planning.gpus import GIB
+from train.run.gpus import GIB
 
 MODELS = ("llama_9m", "llama_60m")
 

@@ -127,10 +127,10 @@ def test_wrong_settings_are_named(settings, message):
 
 def test_the_parts_name_existing_steps():
     names = [part.name for part in parts.PARTS]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 14
     used = (*parts._METHODS, *parts._PROFILED, parts._SMALL_STATES, parts._ON_HOST)
     assert set(used) <= set(STEPS)
-    assert sum(part.seconds for part in parts.PARTS[:6]) < 600
+    assert sum(part.seconds for part in parts.PARTS[:7]) < 600
 
 
 # A profile of a GPU in the format of `jax.profiler`: two streams, and a line that repeats them.

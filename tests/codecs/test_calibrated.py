@@ -353,7 +353,6 @@ def test_means_and_spreads_of_parts_are_those_of_the_whole():
     wide = f64(x)
     weights = 1 / np.linalg.norm(wide, axis=-1, keepdims=True)
     mean = (weights * wide).sum(0) / weights.sum()
-    weights = 1 / np.linalg.norm(wide - mean, axis=-1, keepdims=True)
     deviation = np.sqrt((weights * (wide - mean) ** 2).sum(0) / weights.sum())
     # Sums of 90 numbers in float32, which cancel down to the mean.
     np.testing.assert_allclose(got.centre, mean, rtol=0, atol=90 * 2**-24 * abs(wide[1:]).max())

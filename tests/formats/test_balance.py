@@ -35,8 +35,7 @@ def oracle(x):
         return tuple(np.stack(parts) for parts in zip(*map(oracle, x), strict=True))
     tokens = f64(x)
     mean = weights(tokens) @ tokens
-    apart = tokens - mean
-    deviation = np.sqrt(weights(apart) @ apart**2)
+    deviation = np.sqrt(weights(tokens) @ (tokens - mean) ** 2)
     return mean, np.sqrt(np.maximum(deviation / deviation.max(), LEAST**2))
 
 
@@ -51,6 +50,16 @@ def test_it_is_a_step_towards_the_geometric_median(shape, x64):
     # Weiszfeld's step never lengthens the distances to the tokens. It starts from zero.
     after = np.linalg.norm(x - mean[..., None, :], axis=-1).sum(-1)
     assert np.all(after < np.linalg.norm(x, axis=-1).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("length", "stride"), [(1024, 8), (1020, 4), (512, 4), (504, 1), (1023, 1)]
+)
+def test_long_sequences_are_sampled(length, stride):
+    x = channels_apart(2, length, 6)
+    for got, want in zip(balance(x, "float32"), balance(x[:, ::stride], "float32"), strict=True):
+        # Sums of at most 1,023 terms in another order.
+        np.testing.assert_allclose(got, want, rtol=1024 * TINY)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,6 +86,14 @@ def test_a_massive_first_token_counts_as_one_token():
     most = (1 + np.linalg.norm(others) / norms[0]) / (1 / norms).sum()
     assert np.linalg.norm(mean - others) <= most + 50 * TINY * np.linalg.norm(others)
     assert most < 0.05 * np.linalg.norm(f64(x).mean(0) - others)
+
+
+def test_a_large_mean_does_not_hide_a_deviation():
+    x = normal(40, 2).astype("float32")
+    x[:, 1] = x[:, 0] + 2**13
+    first, second = f64(balance(x, "float32")[1])
+    # Tokens are rounded to 2^-10 by the mean; the root of the spread halves the relative error.
+    np.testing.assert_allclose(first, second, rtol=2**-9)
 
 
 def test_a_power_of_two_multiplies_the_means_only():

@@ -152,6 +152,18 @@ def test_without_value_it_is_none(name):
             assert_same(got, want, 4 * TINY * abs(f64(want)))
 
 
+def test_an_addend_is_added_to_the_rounded_gradient():
+    _, _, (x, scale, dy) = problem("norm, an array")
+    for implementation in BOTH:
+        run = functools.partial(rms_norm_backward, eps=EPS, implementation=implementation)
+        (value, dx, dscale), (same, total, other) = jax.jit(
+            lambda *args, run=run: (run(*args), run(*args, args[2][::-1]))
+        )(x, scale, dy)
+        assert_same(total, dx + dy[::-1], 2 * TINY * abs(f64(dx)))
+        for got, want in ((same, value), (other, dscale)):
+            assert_same(got, want, 4 * TINY * abs(f64(want)))
+
+
 def test_missing_rows_of_the_last_program_add_nothing_if_eps_is_zero():
     *_, (x, scale, dy) = norm_case(None, "float32", "float32", (1501, 32), 0)
     run = functools.partial(rms_norm_backward, eps=0.0, implementation="interpreted")

@@ -11,7 +11,6 @@ import jax
 import pytest
 from kernels.kernel_cases import gpu_named
 
-from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
 
 
@@ -80,24 +79,3 @@ def test_kernels_fit_a_core_without_spills_and_read_and_write_once(tmp_path):
         # Sums of each program, which are added up afterwards, come on top.
         summed = row["kernel"] == "rms_norm_backward"
         assert row["moved"] <= (1.27 if summed else 1.03) * row["bytes"], row
-
-
-def test_traffic_counts_operands_results_and_loops():
-    text = """HloModule m
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]) parameter(0)
-  %x = f32[8]{0} get-tuple-element(%p), index=1
-  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%f
-  ROOT %t = (s32[], f32[8]) tuple(%i, %y)
-}
-
-ENTRY %main (a: bf16[10,10], b: u8[3]) -> f32[10] {
-  %a = bf16[10,10]{1,0} parameter(0)
-  %b = u8[3]{0} parameter(1)
-  %c = (f32[10]{0}, s32[2]{0}) fusion(%a, %b), kind=kInput, calls=%g
-  %w = (s32[], f32[8]) while(%q), body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  ROOT %d = f32[10]{0} get-tuple-element(%c), index=0
-}
-"""
-    assert traffic(text) == (200 + 3 + 40 + 8 + 5 * (32 + 32), 1 + 5)

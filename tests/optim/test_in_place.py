@@ -1,5 +1,7 @@
 """Tests of actjax/optim/stepping/in_place.py: kernels that read and write stacks of layers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,14 @@ from actjax.optim.stepping import in_place
 
 DEPTH, WIDTH, FEATURES, TOKENS = 2, 32, 64, 16
 CODE = actjax.Quantized(4, group=32, balance=True)
-TX = optim.stochastic_rounding(
-    optax.chain(
-        optim.scale_by_adam_8bit(block=32, min_size=1024),
-        optax.add_decayed_weights(0.1),
-        optax.scale(-0.05),
-    )
-)
+
+
+def rounded(adam):
+    decay = optax.add_decayed_weights(0.1)
+    return optim.stochastic_rounding(optax.chain(adam, decay, optax.scale(-0.05)))
+
+
+TX = rounded(optim.scale_by_adam_8bit(block=32, min_size=1024))
 SHAPES = {"gate": (WIDTH, FEATURES), "up": (WIDTH, FEATURES), "down": (FEATURES, WIDTH)}
 
 
@@ -64,7 +67,7 @@ def calls_on_layers(program) -> dict[str, tuple[int, int]]:
     """Returns the stacks that kernels of a program get, and those that they write, by kernel."""
     counts: dict[str, tuple[int, int]] = {}
     for eqn in equations(program):
-        call = eqn.params.get("call")
+        call: Any = eqn.params.get("call")
         if getattr(call, "layers", ()):
             known = counts.get(str(call), (0, 0))
             own = sum(call.layers), sum(place is not None for place in call.into)
@@ -85,7 +88,8 @@ def test_two_steps_equal_those_with_slices(choose):
         @jax.jit
         def two_steps(params):
             def step(_, carry):
-                return UPDATE.step(*carry[:2], INPUTS, jnp.zeros((DEPTH,)))
+                params, state, *_ = carry
+                return UPDATE.step(params, state, INPUTS, jnp.zeros((DEPTH,)))
 
             zero = jnp.zeros(())
             return jax.lax.fori_loop(0, 2, step, (params, UPDATE.init(params), zero, zero))
@@ -108,7 +112,10 @@ def test_kernels_get_the_stacks(choose):
     assert counts["adam_8bit"] == (12, 12)
 
 
-def test_apply_equals_the_update_with_slices(choose):
+@pytest.mark.parametrize(
+    "tx", [TX, rounded(optim.scale_by_adam_4bit(group=32, min_size=1024))], ids=["8 bits", "4 bits"]
+)
+def test_apply_equals_the_update_with_slices(choose, tx):
     params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
     grads = jax.tree.map(lambda x: numbers(7, *x.shape), params)
     results = []
@@ -118,9 +125,9 @@ def test_apply_equals_the_update_with_slices(choose):
         @jax.jit
         def two_updates(params, grads):
             def step(_, carry):
-                return optim.apply(TX, grads, carry[1], carry[0], with_norm=True)
+                return optim.apply(tx, grads, carry[1], carry[0], with_norm=True)
 
-            return jax.lax.fori_loop(0, 2, step, (params, optim.init(TX, params), jnp.zeros(())))
+            return jax.lax.fori_loop(0, 2, step, (params, optim.init(tx, params), jnp.zeros(())))
 
         results.append(two_updates(params, grads))
     assert_equal(*results)

@@ -105,3 +105,11 @@ def test_layers_are_an_attribute_or_an_entry():
     assert layers_of({"layers": 1, "norm": 2}) == 1
     assert layers_of(types.MappingProxyType({"layers": [1, 2]})) == [1, 2]
     assert count_layers(layers_of(params(4))) == 4
+
+
+def test_the_norm_of_a_large_matrix_is_that_of_every_sixteenth_row():
+    x = np.random.default_rng(0).normal(size=(2, 1040, 3)).astype("float32")
+    got, odd = jax.jit(lambda x: (square_norm(x), square_norm(x[:, :1030])))(x)
+    np.testing.assert_allclose(got, 16 * np.sum(x[:, ::16] ** 2), rtol=1e-5)
+    # Rows that sixteen does not divide are all read.
+    np.testing.assert_allclose(odd, np.sum(x[:, :1030] ** 2), rtol=1e-5)

@@ -11,26 +11,25 @@ import jax
 import pytest
 from tiny import CONFIG as TINY
 
-from models import preset
 from models.huggingface import fields_of
 from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import plan
 from train.plan import ALL, PlanConfig, PlannedAdapters, PlannedConfig, run
-from train.plan import parse_budget as parse_bytes
+from train.planning import search, tables
 from train.planning.devices import HERE
 from train.planning.estimate import Compiled, Plan, compile_plan, make_plan
 from train.planning.measured import MeasureConfig
-from train.planning.stages import stages
-from train.planning.tables import flags, rare_settings
+from train.planning.search import Found
+from train.planning.tables import flags, rare_settings, table_of
 from train.run.recipe import build_recipe
 from train.run.report import StepMemory, explain_step, step_memory
 from train.run.step import init_state
 from train.settings import cli
 from train.settings.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
-from train.settings.methods import METHODS
 from train.settings.options import FULL_WEIGHTS, MethodOptions
 from train.settings.resolve import dimensions, resolve
+from train.settings.sizes import parse_budget as parse_bytes
 from train.text.trained_tokenizer import train_bpe
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
@@ -55,7 +54,9 @@ def test_sizes():
     assert parse_bytes("7B") == 7
     assert parse_bytes(str(2**20)) == 2**20
     for text in ("", "GiB", "-1GiB", "0", "24", "12 bananas"):
-        with pytest.raises(ValueError, match=re.escape(f"such as 24GiB or 16GB, got {text!r}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"such as 24GiB or 16GB, or auto, got {text!r}")
+        ):
             parse_bytes(text)
 
 
@@ -97,12 +98,16 @@ def test_a_checkpoint_by_its_name_at_the_hub(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(TINY, "float32")))
     hub_cache.put(tmp_path / "hub", "org/tiny", tmp_path)  # Weights are not needed.
     memory = StepMemory(1, 1, 1, 1, 1)
-    monkeypatch.setattr(plan, "stages", lambda train, *_: [("one plan", [train])])
-    monkeypatch.setattr(plan, "make_plan", lambda config, _: Plan(config, memory, 1, 1.0))
-    monkeypatch.setattr(plan, "compile_plan", lambda one, _: Compiled(one, 1, 0, 0, 0, {}))
+    monkeypatch.setattr(tables, "make_plan", lambda config: Plan(config, memory, 1))
+
+    def found(train, *_, **__):
+        one = Compiled(train, 1, 0, 0, 0, {})
+        return Found(one, [one], None)
+
+    monkeypatch.setattr(plan, "search", found)
     train = dataclasses.replace(TRAIN, method="remat")
     done, text = printed(
-        PlanConfig(dataclasses.replace(train, checkpoint="org/tiny"), budget="1GiB")
+        PlanConfig(dataclasses.replace(train, checkpoint="org/tiny", budget="1GiB"))
     )
     assert done
     assert "tiny, vocabulary of" in text
@@ -110,29 +115,6 @@ def test_a_checkpoint_by_its_name_at_the_hub(tmp_path, monkeypatch, capsys):
     assert command.startswith("python -m train.finetune --checkpoint org/tiny --method remat")
     with pytest.raises(ValueError, match="`--checkpoint`: 'org/none' is no folder and is not in"):
         run(PlanConfig(dataclasses.replace(train, checkpoint="org/none")), quiet())
-
-
-def test_plans_begin_with_those_that_cost_no_quality():
-    titles, found = zip(*stages(TRAIN, preset("llama_9m")), strict=True)
-    assert titles[:2] == ("full-rank, four bits or more", "full-rank, fewer bits")
-    first, fewer, *subspace = found
-    codecs = [{text for c in part for text in c.options.codec} for part in (first, fewer)]
-    assert {"Exact()", "Quantized(8)", "Quantized(4)", "gate=Quantized(4)"} <= codecs[0]
-    assert codecs[1] - {"Exact()"} == {
-        f"{site}Quantized({bits})" for site in ("", "gate=", "up=") for bits in (2, 3)
-    }
-    assert {c.method for stage in subspace for c in stage} == {"lean_subspace"}
-    assert [stage[0].options.rank for stage in subspace[:4]] == [32, 16, 8, 4]
-    every = [c for stage in found for c in stage]
-    assert len(every) == len(set(every))
-    assert {c.method for c in every} == set(plan.METHODS) < set(METHODS)
-
-
-def test_options_of_other_methods_are_left_out_of_a_plan():
-    given = dataclasses.replace(TRAIN, options=MethodOptions(gap=5, adapt_every=7))
-    for config in (c for _, stage in stages(given, preset("llama_9m")) for c in stage):
-        assert config.options.gap == (5 if config.method == "lean_subspace" else 200)
-        assert config.options.adapt_every == (7 if config.method in ("gact", "lean") else 1000)
 
 
 def test_the_fastest_plan_that_fits_is_printed_with_its_command(
@@ -145,13 +127,14 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(
         compiled.append(compile_plan(*args))
         return compiled[-1]
 
-    monkeypatch.setattr(plan, "compile_plan", record)
+    monkeypatch.setattr(search, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(tiny, method="remat", z_loss=1e-4)
-    done, text = printed(PlanConfig(train, budget=str(limit)))
+    train = dataclasses.replace(tiny, method="remat", z_loss=1e-4, batch_size=1)
+    done, text = printed(PlanConfig(dataclasses.replace(train, budget=str(limit))))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
     assert command.startswith("python -m train.pretrain ")
+    assert "--budget" not in command
     arguments = shlex.split(command.removeprefix("python -m train.pretrain"))
     (one,) = compiled
     assert one.peak <= limit
@@ -159,20 +142,40 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(
     assert "write this into plan.yaml:\n\nz_loss: 0.0001\n" in text
     (tmp_path / "plan.yaml").write_text("z_loss: 0.0001")
     monkeypatch.chdir(tmp_path)
-    assert cli.parse(PretrainConfig, "train.pretrain", args=arguments) == one.plan.config
+    chosen = dataclasses.replace(one.config, budget="")
+    assert cli.parse(PretrainConfig, "train.pretrain", args=arguments) == chosen
     # Without a budget, the same plan is printed as a table. It is compiled already.
-    monkeypatch.setattr(plan, "make_plan", lambda *_: one.plan)
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)
-    done, text = printed(PlanConfig(one.plan.config))
+    done, text = printed(PlanConfig(chosen))
     assert done
     for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "remat"):
         assert word in text
+    assert "tokens/s" not in text  # The time of this machine is not predicted.
+    assert "tokens/s" in shown(table_of([dataclasses.replace(one, seconds=0.5)], chosen, "h100"))
+
+
+def shown(table) -> str:
+    console = quiet()
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_micro_batches_and_predicted_times_are_in_the_table(tiny, monkeypatch):
+    memory = StepMemory(1, 1, 1, 1, 1)
+    monkeypatch.setattr(tables, "make_plan", lambda config: Plan(config, memory, 1))
+    halves = dataclasses.replace(tiny, accumulate=2)
+    text = shown(table_of([Compiled(halves, 1, 0, 0, 0, {}, seconds=0.064)], halves, "h100"))
+    assert "exact --accumulate 2" in text
+    assert re.search(r"64 +1,000", text)  # 4 x 16 tokens in 64 ms.
 
 
 def test_a_budget_that_nothing_fits_is_reported(tiny):
-    done, text = printed(PlanConfig(dataclasses.replace(tiny, method="remat"), budget="1KiB"))
+    train = dataclasses.replace(tiny, method="exact", batch_size=1, budget="1KiB")
+    done, text = printed(PlanConfig(train))
     assert not done
-    assert "nothing fits 1KiB" in text
+    assert re.search(
+        "nothing fits 1KiB: the smallest plan, exact .*, takes [0-9.]+ MiB; raise", text
+    )
 
 
 @pytest.fixture
@@ -184,7 +187,7 @@ def planned(monkeypatch):
         seen.append(config)
         raise LookupError
 
-    monkeypatch.setattr(plan, "make_plan", stop)
+    monkeypatch.setattr(plan, "compile_plan", stop)
     return seen
 
 
@@ -219,7 +222,7 @@ def test_a_plan_of_adapters_is_that_of_their_step(tiny):
     recipe = build_recipe(resolve(tuned, TINY, "bfloat16"))
     state = jax.eval_shape(functools.partial(init_state, recipe))
     memory = step_memory(recipe, state, explain_step(recipe, state))
-    assert make_plan(train, HERE).memory == memory
+    assert make_plan(train).memory == memory
     with pytest.raises(ValueError, match="`--lora-rank 2` has no effect"):
         run(PlanConfig(dataclasses.replace(train, method="exact")), quiet())
     with pytest.raises(ValueError, match="`--measure` compares gradients of all weights"):
@@ -242,9 +245,8 @@ def test_bad_settings_and_settings_without_effect_are_refused():
         ({"optimizer": eight_bit}, "here", "1GiB", "`--moment-dtype`: the search"),
         ({"method": "pamm"}, "here", "1GiB", "`--method pamm` is not part of the search"),
     ):
-        train = dataclasses.replace(TRAIN, **changes)
         with pytest.raises(ValueError, match=message):
-            PlanConfig(train, device, budget)
+            PlanConfig(dataclasses.replace(TRAIN, budget=budget, **changes), device)
     for changes, message in (
         ({"method": "magic"}, "unknown `--method`"),
         ({"method": "lora"}, "use train.finetune"),
@@ -256,17 +258,15 @@ def test_bad_settings_and_settings_without_effect_are_refused():
 
 def test_a_plan_for_four_devices_tells_what_each_of_them_takes(tiny, monkeypatch):
     one, four = (
-        compile_plan(make_plan(dataclasses.replace(tiny, mesh=mesh), HERE), HERE)
-        for mesh in ("", "fsdp=4")
+        compile_plan(dataclasses.replace(tiny, mesh=mesh), HERE) for mesh in ("", "fsdp=4")
     )
     assert not one.exchanged
     # The vocabulary of 61 and the width of the output cannot be divided, norms and embedding can.
     assert one.weights / 4 <= four.weights <= 0.3 * one.weights
     assert four.states <= 0.3 * one.states
     assert four.exchanged["all-gather"] > one.weights
-    monkeypatch.setattr(plan, "make_plan", lambda *_: four.plan)
     monkeypatch.setattr(plan, "compile_plan", lambda *_: four)
-    done, text = printed(PlanConfig(four.plan.config))
+    done, text = printed(PlanConfig(four.config))
     assert done
     assert "compiled for here x fsdp=4, of each device" in " ".join(text.split())
     for column in ("gathered", "reduced", "moved"):

@@ -76,7 +76,14 @@ def test_a_run_writes_metrics_picture_and_opening(unbroken):
     lines = read_metrics(whole.out / "metrics.jsonl")
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [*range(1, STEPS + 1)]
-    columns = {"loss", "grad_norm", "update_norm", "learning_rate", "tokens_per_second"}
+    columns = {
+        "loss",
+        "grad_norm",
+        "update_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "tflop_per_second",
+    }
     assert columns <= training[0].keys()
     assert training[-1]["loss"] < training[0]["loss"]
     assert [line["step"] for line in lines if "perplexity" in line] == [5, 10, STEPS]

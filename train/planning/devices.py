@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from actjax._host import read_right
-from train.planning.gpus import GIB, GPUS, Gpu
+from train.run.gpus import GIB, GPUS, Gpu, gpu_of_kind
 from train.run.sharding import mesh_of
 from train.settings.messages import check_known
 
@@ -81,6 +81,36 @@ def find_device(name: str) -> Device | None:
     # Without a hint: names that differ in one character are devices with other memory.
     check_known("device", name, (HERE, *DEVICES), cutoff=1)
     return DEVICES[name]
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """Returns a GPU whose data sheet is known; None for another device.
+
+    Args:
+      name: the device; for `HERE`, it is the GPU of this machine.
+    """
+    if name == HERE:
+        return gpu_of_kind(jax.devices()[0].device_kind)
+    device = find_device(name)
+    return device if isinstance(device, Gpu) else None
+
+
+def free_memory(name: str) -> int:
+    """Returns the bytes that a program can use on a device: on this machine, what is free now.
+
+    Raises:
+      ValueError: the device of this machine does not tell.
+    """
+    if name != HERE:
+        return DEVICES[name].memory
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            f"`--budget auto`: the device ({device.device_kind}) does not tell its free memory:"
+            " pass a size such as 16GiB."
+        )
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def check_dtype(name: str, compute_dtype: str) -> None:

@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import actjax
 from actjax.optim.states.host_states import HOST
 from train.planning.collectives import bytes_by_kind
-from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_device
+from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_device, gpu_of
 from train.planning.flops import causal_loop_length, matmul_flops
+from train.planning.least import least_work, total
+from train.planning.time import predicted_seconds, work_of
+from train.planning.traffic import kernels_of
 from train.run.loss import whole_batch_shapes
 from train.run.recipe import Recipe, make_recipe
 from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
@@ -31,14 +34,11 @@ from train.run.sharding import (
     with_sharding,
 )
 from train.run.step import TrainState, init_state, make_refresh_step, make_train_step
-from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import ADAPTERS
 from train.settings.resolve import dimensions
 
-_BUS = 25e9
-"""Bytes per second between host and device: 16 lanes of PCIe 4."""
-_HERE = 2e11, 2e10
-"""Assumed operations and bytes per second of this machine; only ratios of times matter."""
+Config = PretrainConfig | FinetuneConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,11 @@ class Plan:
       config: the run.
       memory: by category, without workspace.
       flops: of all matrix products of a step.
-      seconds: lower bound on the time of a step, from operations and bytes moved.
     """
 
-    config: PretrainConfig
+    config: Config
     memory: StepMemory
     flops: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Compiled:
     """A compiled plan.
 
     Attributes:
-      plan: the plan.
+      config: the run.
       peak: bytes that exist at once in a step, or in a refresh step if that takes more. For more
         than a TPU has, what its compiler says is needed.
       temporaries: bytes of the step that are neither weights nor optimizer states.
@@ -72,18 +70,28 @@ class Compiled:
       exchanged: bytes that a device exchanges with others in a step, by kind
         (`train.planning.collectives`); empty for one device, and for TPUs.
       on_host: bytes of a device's optimizer states that are in the memory of the host.
+      seconds: time of a step as `train.planning.time` predicts it; None for several devices, and
+        for a device that is no known GPU.
     """
 
-    plan: Plan
+    config: Config
     peak: int
     temporaries: int
     weights: int
     states: int
     exchanged: Mapping[str, int]
     on_host: int = 0
+    seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second as predicted; None if the time is not."""
+        tokens = self.config.batch_size * self.config.seq_len
+        return None if self.seconds is None else tokens / self.seconds
 
 
-def make_plan(config: PretrainConfig, device: str) -> Plan:
+@functools.cache
+def make_plan(config: Config) -> Plan:
     """Returns the estimated cost of a run, without compiling it.
 
     Raises:
@@ -94,25 +102,10 @@ def make_plan(config: PretrainConfig, device: str) -> Plan:
     states = _shapes(recipe).optimizer
     on_host = bytes_on_host(recipe, states)
     memory = dataclasses.replace(memory, optimizer=tree_bytes(states) - on_host)
-    explanation, flops = _gradient(_of_gradient(config))
-    seconds = _seconds(memory, explanation, flops, device) + 2 * on_host / _BUS
-    return Plan(config, memory, flops, seconds)
+    return Plan(config, memory, _gradient(_of_gradient(config))[1])
 
 
-def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, device: str) -> float:
-    """Returns the time of a step at the device's peak operations and bandwidth."""
-    coded = [r for r in explanation.residuals if r.codec not in ("", "Exact()")]
-    # Activations are read and their codes written; later codes are read and activations written.
-    traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
-    traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
-    traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
-    kind = find_device(device)
-    rate, bandwidth = _HERE if kind is None else (kind.flops, kind.bandwidth)
-    bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
-    return flops / rate + traffic / bandwidth + bus / _BUS
-
-
-def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
+def _without_optimizer(config: Config) -> Config:
     """Returns settings with the usual optimizer, which the gradient does not depend on."""
     if config.optimizer.projects:
         return config
@@ -127,7 +120,7 @@ def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def _of_gradient(config: PretrainConfig) -> PretrainConfig:
+def _of_gradient(config: Config) -> Config:
     """Returns settings without those that the gradient does not depend on."""
     in_backward = None if config.method in ADAPTERS else False
     return dataclasses.replace(_without_optimizer(config), in_backward=in_backward)
@@ -137,13 +130,13 @@ def _of_gradient(config: PretrainConfig) -> PretrainConfig:
 
 
 @functools.cache
-def _memory(config: PretrainConfig) -> StepMemory:
+def _memory(config: Config) -> StepMemory:
     recipe = _recipe(config)
     return step_memory(recipe, _shapes(recipe), _gradient(_of_gradient(config))[0])
 
 
 @functools.cache
-def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
+def _gradient(config: Config) -> tuple[actjax.Explanation, int]:
     """Returns what a step stores for its backward pass, and the operations of its products."""
     recipe = _recipe(config)
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
@@ -153,23 +146,28 @@ def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
     return explanation, flops
 
 
-def compile_plan(plan: Plan, device: str) -> Compiled:
-    """Compiles the steps of a plan. With a mesh, all figures are those of one device.
+def compile_plan(config: Config, device: str) -> Compiled:
+    """Compiles the steps of a run. With a mesh, all figures are those of one device.
 
     Raises:
       ValueError: the compiler for the device is not installed, or the batch does not divide over
         the mesh.
     """
-    recipe = _recipe(plan.config)
+    recipe = _recipe(config)
     steps, state = _compiled_steps(recipe, device)
     peak, (_, temporaries, program) = max(size for size, _, _ in steps), steps[0]
     exchanged: dict[str, int] = {}
     # Programs for TPUs do not say how often a loop runs.
-    if plan.config.mesh and device not in TPUS:
+    if config.mesh and device not in TPUS:
         exchanged = bytes_by_kind(program.as_text())
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     on_host = _bytes_of_device(state.optimizer, on_host=True)
-    return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)
+    seconds, gpu = None, gpu_of(device)
+    if gpu is not None and not config.mesh:
+        # Copies between device and host are no kernels.
+        bus = total(least_work(recipe.config)).bus
+        seconds = predicted_seconds(work_of(kernels_of(program.as_text()), bus), gpu)
+    return Compiled(config, peak, temporaries, weights, states, exchanged, on_host, seconds)
 
 
 def compiled_peak(recipe: Recipe, device: str) -> int:
@@ -199,13 +197,7 @@ def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[tuple[int, int, A
         return [_compile(step, state, batch, options, device) for step in steps], state
 
 
-def bytes_of_device(config: PretrainConfig) -> int:
-    """Returns the bytes of weights and optimizer states of each device, evenly divided."""
-    sizes = mesh_sizes(config.mesh)
-    return least_bytes(_recipe(config)) // (math.prod(sizes.values()) // sizes["data"])
-
-
-def _recipe(config: PretrainConfig) -> Recipe:
+def _recipe(config: Config) -> Recipe:
     return make_recipe(config, dimensions(config))
 
 
@@ -222,7 +214,7 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
             state, batch = place(state), place(batch)
             sharding = jax.tree.leaves(state)[0].sharding
             mesh = make_mesh("") if sharding is None else sharding.mesh
-            yield state, batch, compiler_options(mesh, recipe.config.model_config)
+            yield state, batch, compiler_options(mesh)
         return
     with contextlib.ExitStack() as stack:
         if kind is None:
@@ -233,7 +225,7 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
         check_sizes(recipe.config, mesh)
         state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
         batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
-        yield state, batch, compiler_options(mesh, recipe.config.model_config)
+        yield state, batch, compiler_options(mesh)
 
 
 def _compile(

@@ -18,7 +18,7 @@ from train.run.adapt import site_chooser
 from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import Batch
 from train.run.recipe import build_recipe, make_recipe
-from train.settings.config import PretrainConfig
+from train.settings.config import FinetuneConfig, PretrainConfig
 from train.settings.messages import naming_flag
 from train.settings.options import check_at_least, check_range
 from train.settings.resolve import dimensions
@@ -74,7 +74,7 @@ class Measured:
     batches: tuple[Batch, ...]
     config: MeasureConfig
 
-    def errors(self, config: PretrainConfig) -> dict[str, GradientError]:
+    def errors(self, config: PretrainConfig | FinetuneConfig) -> dict[str, GradientError]:
         """Returns the error of a plan's gradient, by site and as a whole (`WHOLE`).
 
         For a method with a subspace it is that of its refresh steps, whose gradients have all
@@ -97,10 +97,10 @@ class Measured:
         )
 
     @functools.cached_property
-    def _errors(self) -> Callable[[PretrainConfig], dict[str, GradientError]]:
+    def _errors(self) -> Callable[[PretrainConfig | FinetuneConfig], dict[str, GradientError]]:
         return functools.cache(self._measure)
 
-    def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
+    def _measure(self, config: PretrainConfig | FinetuneConfig) -> dict[str, GradientError]:
         recipe = make_recipe(config, dimensions(config))
         if (chooser := site_chooser(recipe)) is not None:
             bits = chooser.choose(self.model, self.batches[0], step=0)

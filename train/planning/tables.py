@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from train.planning.estimate import Compiled
-from train.planning.gpus import GIB
+from train.planning.estimate import Compiled, Config, make_plan
+from train.run.gpus import GIB
 from train.run.sharding import mesh_sizes
 from train.settings.config import PretrainConfig
 from train.settings.methods import METHODS
@@ -23,8 +23,10 @@ def size_text(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
 
 
-def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
+def table_of(rows: list[Compiled], train: Config, device: str) -> Table:
     """Returns compiled plans as a table, in GiB, or in MiB if all take less than a GiB.
+
+    Times are predicted, and shown where they are known.
 
     Args:
       rows: the plans.
@@ -33,7 +35,7 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     """
     unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
     device += f" x {train.mesh}, of each device" if train.mesh else ""
-    four_bit = METHODS[rows[0].plan.config.method].four_bit  # Of the only row.
+    four_bit = METHODS[rows[0].config.method].four_bit  # Of the only row.
     dtype = f"NF4 and {train.weight_dtype}" if four_bit else train.weight_dtype
     title = (
         f"{train.title}, vocabulary of {dimensions(train).vocab_size:,},"
@@ -48,15 +50,20 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     parts = ["peak", "weights", "gradients", "states", "residuals", "workspace"]
     if any(row.on_host for row in rows):
         parts.append("on host")
-    for part in (*parts, "TFLOP"):
+    is_timed = any(row.seconds is not None for row in rows)
+    for part in (*parts, "TFLOP", *(["ms", "tokens/s"] if is_timed else [])):
         table.add_column(part, justify="right", no_wrap=True)
     for row in rows:
-        memory = row.plan.memory.with_workspace(row.temporaries)
+        plan = make_plan(row.config)
+        memory = plan.memory.with_workspace(row.temporaries)
         residuals = memory.linear_residuals + memory.other_residuals
         sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer,
                  residuals, memory.workspace or 0, row.on_host)[: len(parts)]  # fmt: skip
         cells = [f"{size / unit:.2f}" for size in sizes]
-        table.add_row(chosen_flags(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
+        cells.append(f"{plan.flops / 1e12:.2f}")
+        if row.seconds is not None:
+            cells += [f"{1e3 * row.seconds:,.0f}", f"{row.tokens_per_second:,.0f}"]
+        table.add_row(chosen_flags(row.config), *cells)
     return table
 
 
@@ -66,7 +73,7 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
     kinds["moved"] = ("all-to-all", "collective-permute")
     for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
         table.add_column(part, justify="right", no_wrap=True)
-    devices = math.prod(mesh_sizes(rows[0].plan.config.mesh).values())
+    devices = math.prod(mesh_sizes(rows[0].config.mesh).values())
     for row in rows:
         moved = [
             sum(row.exchanged[kind] for kind in of) if row.exchanged else None
@@ -74,13 +81,13 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
         ]
         others = row.peak - row.weights - row.states
         sizes = (row.peak, row.weights, row.states, others, *moved)  # None: unknown.
-        flops = row.plan.flops / devices / 1e12
+        flops = make_plan(row.config).flops / devices / 1e12
         cells = ["-" if size is None else f"{size / unit:.2f}" for size in sizes]
-        table.add_row(chosen_flags(row.plan.config), *cells, f"{flops:.2f}")
+        table.add_row(chosen_flags(row.config), *cells, f"{flops:.2f}")
 
 
-def flags(config: PretrainConfig) -> str:
-    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`.
+def flags(config: Config) -> str:
+    """Returns `--method` and the flags that differ from the defaults of the program.
 
     `rare_settings` has those that are no flags.
     """
@@ -98,7 +105,7 @@ def rare_settings(config: Any) -> list[str]:
     return lines
 
 
-def chosen_flags(config: PretrainConfig) -> str:
+def chosen_flags(config: Config) -> str:
     """Returns the flags that a plan chose."""
     neutral, names = PretrainConfig(), ("moment_dtype", "optimizer", "offload_states")
     memory = {name: getattr(config.optimizer, name) for name in names}  # Memory depends on these.
@@ -109,9 +116,10 @@ def chosen_flags(config: PretrainConfig) -> str:
         in_backward=config.in_backward,
         optimizer=dataclasses.replace(neutral.optimizer, **memory),
     )
+    others = ["--accumulate", str(config.accumulate)] if config.accumulate > 1 else []
     adapter = getattr(config, "adapter", None)  # A plan of train.plan has one.
-    of_adapter = [] if adapter is None else _flags(adapter)
-    return " ".join([flags(chosen).removeprefix("--method "), *map(shlex.quote, of_adapter)])
+    others += [] if adapter is None else _flags(adapter)
+    return " ".join([flags(chosen).removeprefix("--method "), *map(shlex.quote, others)])
 
 
 def _flags(config: Any) -> Iterator[str]:

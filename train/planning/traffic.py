@@ -1,10 +1,12 @@
-"""Bytes that the kernels of a compiled step move through device memory, read from its program.
+"""Bytes and operations of the kernels of a compiled step, read from its program.
 
 XLA decides which operations share a kernel when it compiles. A kernel reads its operands and writes
 its results once; those of loops run once for each iteration. Slices count as what they read, and an
 update in place as what it writes, so a stack of layers that a kernel takes one layer of counts as
 this layer. Operands that a kernel reads several times count once: kernels that transpose, or reduce
 in several passes, move more.
+
+Products count two operations per multiply-add, and those of causal attention half of them.
 """
 
 import math
@@ -19,12 +21,22 @@ _BYTES = {
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
+_LAYOUT = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]+)\]\{(\d+)")
+_ALIGNMENT = 16
+"""Bytes that the fast products read at once."""
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier",
     "partition-id", "replica-id", "copy-done", "async-done",
 }  # fmt: skip
-_COPIES = _FREE | {"copy", "dynamic-slice", "dynamic-update-slice", "broadcast", "transpose", "slice"}
+_COPIES = _FREE | {
+    "copy",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "broadcast",
+    "transpose",
+    "slice",
+}
 _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?gemm')
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
@@ -32,6 +44,8 @@ _UNREAD = re.compile(r"actjax_quantize/")
 """Kernels that do not read the arrays that they write into."""
 
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
+WRITTEN = "actjax_"
+"""Begins the names of the kernels that actjax has written."""
 
 
 class Kernel(NamedTuple):
@@ -41,10 +55,14 @@ class Kernel(NamedTuple):
       moved: bytes that it reads and writes in a step, in all its runs.
       runs: how often it runs in a step.
       operator: "products", "attention", "copies" (slices of stacks, and what only copies them), the
-        name of a kernel of actjax or of the operator that it is part of, or else "other".
+        name of a kernel of actjax ("actjax_quantize") or of the operator that it is part of
+        ("rms_norm"), or else "other".
       phase: "forward", "backward" or "update".
       name: its name in the program.
       shape: shape of its result.
+      flops: operations of its products in a step.
+      is_aligned: whether rows of its operands and results begin at multiples of 16 bytes. Known for
+        products; true for the others.
     """
 
     moved: float
@@ -53,6 +71,8 @@ class Kernel(NamedTuple):
     phase: str
     name: str
     shape: str
+    flops: float = 0.0
+    is_aligned: bool = True
 
 
 class _Instruction(NamedTuple):
@@ -134,10 +154,63 @@ def _kernels(bodies: dict[str, _Body], name: str, times: int, trips: int) -> Ite
         elif made.operation == "call":
             yield from _kernels(bodies, _called(made, "to_apply")[0], times, trips)
         else:
-            moved = _moved(bodies, body, made, trips)
+            operator = _operator(bodies, made)
+            is_product = operator == PRODUCTS
             yield Kernel(
-                times * moved, times, _operator(bodies, made), _phase(made), made.name, made.shape
+                times * _moved(bodies, body, made, trips),
+                times,
+                operator,
+                _phase(made),
+                made.name,
+                made.shape,
+                times * (_flops(bodies, body, made) if is_product else _attention_flops(made)),
+                not is_product or _is_aligned(body, made),
             )
+
+
+def _flops(bodies: dict[str, _Body], body: _Body, made: _Instruction) -> float:
+    """Returns the operations of the products of a kernel in one run."""
+    inner = bodies[fused[0]] if (fused := _called(made, "calls")) else body
+    dots = [one for one in inner.values() if one.operation == "dot"] if fused else [made]
+    total = 0.0
+    for dot in dots:
+        left = _sizes(inner[dot.operands[0]].shape)
+        contracted = re.search(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', dot.line)
+        axes = re.findall(r"\d+", contracted[1]) if contracted else []
+        summed = math.prod(left[int(axis)] for axis in axes)
+        total += 2 * math.prod(_sizes(dot.shape)) * summed
+    # Triton products may be nested: a fusion of fusions.
+    nested = [one for one in inner.values() if one.operation == "fusion"] if fused else []
+    return total + sum(_flops(bodies, inner, one) for one in nested)
+
+
+def _attention_flops(made: _Instruction) -> float:
+    """Returns the operations of cuDNN's attention in one run: two products, or five backward."""
+    scores = re.search(r'"intermediate_tensor_shape".*?"dimensions": ?\[([^\]]*)', made.line)
+    if scores is None or "__cudnn" not in made.line:
+        return 0.0
+    head_size = _sizes(made.shape)[-1]
+    products = 5 if "Backward" in made.line else 2
+    causal = 0.5 if '"mask_type": "CAUSAL"' in made.line.replace('":"', '": "') else 1
+    size = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    return causal * products * 2 * size * head_size
+
+
+def _is_aligned(body: _Body, made: _Instruction) -> bool:
+    """Returns whether rows of the operands and of the result of a product are aligned."""
+    shapes = [made.shape, *(body[name].shape for name in made.operands if name in body)]
+    rows = [
+        (kind, dims.split(",")[int(minor)])
+        for shape in shapes
+        for kind, dims, minor in _LAYOUT.findall(shape)
+    ]
+    return all(_BYTES[kind] * int(length) % _ALIGNMENT == 0 for kind, length in rows)
+
+
+def _sizes(shape: str) -> list[int]:
+    """Returns the dimensions of the first array of a shape."""
+    found = _ARRAY.search(shape)
+    return [int(n) for n in found[2].split(",") if n] if found else []
 
 
 def _called(made: _Instruction, *names: str) -> list[str]:
@@ -152,13 +225,7 @@ def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int
     fused = _called(made, "calls") if made.operation == "fusion" else []
     if fused:
         inner = bodies[fused[0]]
-        parameters = {
-            int(match[1]): one
-            for one in inner.values()
-            if (match := re.search(r" parameter\((\d+)\)", one.line))
-        }
-        read = sum(_read(inner, parameters[i]) for i in range(len(operands)) if i in parameters)
-        return read + _written(inner)
+        return _read(inner) + _written(inner)
     if made.operation == "dynamic-update-slice":
         return 2 * _size(operands[1].shape)
     if made.operation in ("dynamic-slice", "slice", "gather"):
@@ -176,7 +243,9 @@ def _moved_by_call(
     """Returns the bytes of a kernel whose operands may be stacks of which it reads one layer."""
     read = [_size_of_layer(_source(body, x).shape, trips) for x in operands]
     written = [_size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(made.shape)]
-    aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line)
+    aliases = re.search(
+        r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line
+    )
     for result, operand in re.findall(r"\{(\d*)\}: \((\d+), ", aliases[1] if aliases else ""):
         written[int(result or 0)] = read[int(operand)]
         if _UNREAD.search(_path(made)):
@@ -191,24 +260,27 @@ def _source(body: _Body, made: _Instruction) -> _Instruction:
     return made
 
 
-def _read(inner: _Body, parameter: _Instruction) -> float:
-    """Returns the bytes of a parameter that a fused computation reads."""
-    whole = _size(parameter.shape)
+def _read(inner: _Body) -> float:
+    """Returns the bytes of its parameters that a fused computation reads.
+
+    Each operation reads of its operands the share that is read of its result, and a slice less.
+    """
+    shares = {name: 1.0 for name, made in inner.items() if made.is_root}
     total = 0.0
-    for user in inner.values():
-        if parameter.name not in user.operands:
-            continue
-        if user.operation in ("dynamic-slice", "slice", "gather") and (
-            user.operands[0] == parameter.name
-        ):
-            total += _size(user.shape)
-        elif user.operation == "dynamic-update-slice" and user.operands[0] == parameter.name:
-            continue  # Written in place.
-        elif user.operation in ("bitcast", "get-tuple-element"):
-            total += _read(inner, user)
-        else:
-            return whole
-    return min(total, whole)
+    for made in reversed(inner.values()):
+        share = shares.get(made.name, 0.0)
+        if made.operation == "parameter":
+            total += share * _size(made.shape)
+        for number, name in enumerate(made.operands):
+            if name not in inner:
+                continue
+            part = share
+            if made.operation in ("dynamic-slice", "slice", "gather") and number == 0:
+                part *= _size(made.shape) / max(1, _size(inner[name].shape))
+            elif made.operation == "dynamic-update-slice" and number == 0:
+                part = 0.0  # Written in place.
+            shares[name] = min(1.0, shares.get(name, 0.0) + part)
+    return total
 
 
 def _written(inner: _Body) -> float:
@@ -250,7 +322,7 @@ def _operator(bodies: dict[str, _Body], made: _Instruction) -> str:
     if "__cudnn" in line:
         return ATTENTION
     path = _path(made)
-    if kernel := re.search(r"actjax_(\w+)/pallas_call", path):
+    if kernel := re.search(rf"({WRITTEN}\w+)/pallas_call", path):
         return kernel[1]
     inner = bodies[fused[0]] if (fused := _called(made, "calls")) else {made.name: made}
     if all(one.operation in _COPIES or _is_index(one) for one in inner.values()):

@@ -41,6 +41,7 @@ from train.run.sharding import (
 )
 from train.run.signals import StopSignal, ending_on_ctrl_c
 from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
+from train.run.utilization import speed_text, step_flops
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
@@ -187,7 +188,7 @@ def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any)
     formats = formats_of(state)
     state = jax.tree.map(with_sharding, state, formats)
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
-    options = compiler_options(mesh, recipe.config.model_config)
+    options = compiler_options(mesh)
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options=options)
 
@@ -207,11 +208,15 @@ def train(run: Run, console: Console) -> int:
     """
     config, start = run.config, int(run.state.step)
     tokens = config.batch_size * config.seq_len
+
+    def show(speed: float) -> str:
+        return speed_text(speed, speed / tokens * step_flops(config), run.mesh.size)
+
     with run.lock:
         with (
             jax.set_mesh(run.mesh),
             _open_recorder(config, start) as recorder,
-            Progress(console, start, config.steps, tokens) as progress,
+            Progress(console, start, config.steps, tokens, show) as progress,
         ):
             trainer = _Trainer(run, console, recorder, progress)
             if start == 0 and config.pretrained:
@@ -358,7 +363,11 @@ class _Trainer:
             self._skipped = skipped
         # A skipped step may be infinite.
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._recorder.record(step, **finite, tokens_per_second=speed)
+        config = self._run.config
+        tokens = config.batch_size * config.seq_len
+        rates = {"tokens_per_second": speed}
+        rates["tflop_per_second"] = speed / tokens * step_flops(config) / 1e12
+        self._recorder.record(step, **finite, **rates)
 
 
 def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:

@@ -12,9 +12,10 @@ class Recorder:
     """Appends metrics to the files of a run. A context manager that draws the picture on exit.
 
     `metrics.jsonl` holds one JSON object per line, each with `step`. Lines of training have `loss`
-    (nats per token), `grad_norm`, `update_norm`, `learning_rate` and `tokens_per_second`, and in
-    float16 `loss_scale`, `skipped` and `skipped_in_a_row` (steps); lines of evaluation have
-    `validation_loss`, `perplexity` and `bits_per_byte`.
+    (nats per token), `grad_norm`, `update_norm`, `learning_rate`, `tokens_per_second` and
+    `tflop_per_second` (`train.run.utilization`), and in float16 `loss_scale`, `skipped` and
+    `skipped_in_a_row` (steps); lines of evaluation have `validation_loss`, `perplexity` and
+    `bits_per_byte`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import rich.progress
@@ -20,20 +20,28 @@ _SHOWN = {
 class Progress:
     """A progress bar with loss, tokens/s and time left; lines of text without a terminal."""
 
-    def __init__(self, console: Console, start: int, steps: int, tokens: int):
+    def __init__(
+        self,
+        console: Console,
+        start: int,
+        steps: int,
+        tokens: int,
+        show: Callable[[float], str] = "{:,.0f} tokens/s".format,
+    ):
         """Args:
         console: where to draw.
         start: last step done.
         steps: last step of the run.
         tokens: tokens of a step.
+        show: from tokens per second to a text.
         """
-        self._console, self._tokens = console, tokens
+        self._console, self._tokens, self._show = console, tokens, show
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step"),
             rich.progress.MofNCompleteColumn(),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("loss {task.fields[loss]}"),
-            rich.progress.TextColumn("{task.fields[speed]} tokens/s"),
+            rich.progress.TextColumn("{task.fields[speed]}"),
             rich.progress.TextColumn("left"),
             rich.progress.TimeRemainingColumn(),
             console=console,
@@ -47,10 +55,10 @@ class Progress:
         now = time.perf_counter()
         speed = (step - self._logged) * self._tokens / (now - self._since - self._pause)
         self._logged, self._since, self._pause = step, now, 0.0
-        shown = f"{speed:,.0f}"
+        shown = self._show(speed)
         self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=shown)
         if not self._console.is_terminal:
-            self._console.print(f"step {step}: loss {loss:.4f}, {shown} tokens/s")
+            self._console.print(f"step {step}: loss {loss:.4f}, {shown}")
         return speed
 
     @contextlib.contextmanager

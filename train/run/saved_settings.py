@@ -14,7 +14,7 @@ from train.settings.config import RunConfig
 from train.settings.options import RENAMED
 from train.settings.resolve import ResolvedConfig
 
-_NOT_COMPARED = ("out", "resume", "download", "log_to", "weight_dtype", "weight_rounding")
+_NOT_COMPARED = ("budget", "out", "resume", "download", "log_to", "weight_dtype", "weight_rounding")
 """Settings whose change is not reported. The identity of a checkpoint covers the last two."""
 
 _REMOVED = {

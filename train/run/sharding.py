@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 import actjax
 from actjax.optim.states.stored import is_code
-from models.config import ModelConfig
 from models.sharding import (
     AXES,
     BATCH,
@@ -296,8 +295,8 @@ def _present(entry: Entry, mesh: Mesh) -> Any:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def compiler_options(mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
-    """Returns options for compiling a step of a model for a mesh.
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Returns options for compiling a step for a mesh.
 
     GPUs gather a layer's weights ahead. Gradients of weights are not scattered together, or they
     would all exist at once, in float32: 0.13 GiB of `lean` for `llama_7b` on 8 devices.
@@ -305,22 +304,21 @@ def compiler_options(mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     if mesh.size == 1:
-        return product_options(model)
+        return product_options()
     return {
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-        **product_options(model),
+        **product_options(),
     }
 
 
-def product_options(model: ModelConfig) -> dict[str, Any]:
-    """Returns options for the matrix products of a model on a GPU; none that `XLA_FLAGS` names.
+def product_options() -> dict[str, Any]:
+    """Returns options for matrix products on a GPU; none that `XLA_FLAGS` names.
 
-    XLA would write products in Triton, which are slow where rows of 16-bit numbers do not begin at
-    multiples of 16 bytes: a step of `llama_1b`, stored 5461 wide, took 259 ms with them on an H200,
-    and 171 with cuBLAS; 5504 wide, 166 and 163 (`benchmarks/results/gpu_queue.json`). Widths of the
-    feed-forward network are stored padded, so the hidden size decides.
+    XLA would choose between cuBLAS and products that it writes in Triton, which are slow where rows
+    of 16-bit numbers do not begin at multiples of 16 bytes, and choosing takes minutes: a step of
+    `llama_1b` without codes takes 259 ms in Triton on an H200 and 171 with cuBLAS, 5461 wide; and
+    166 and 163, 5504 wide (`benchmarks/results/gpu_queue.json`).
     """
     flag = "xla_gpu_enable_triton_gemm"
-    is_aligned = model.hidden_size % 8 == 0
-    return {} if is_aligned or flag in os.environ.get("XLA_FLAGS", "") else {flag: False}
+    return {} if flag in os.environ.get("XLA_FLAGS", "") else {flag: False}

@@ -106,7 +106,8 @@ def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics.
 
     Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
-    `update_norm` (norm of the change of the weights). If all are finite, so is the next state. In
+    `update_norm` (norm of the change of the weights, of matrices with 1,024 rows or more estimated
+    from every sixteenth row). If all are finite, so is the next state. In
     float16 also those of `LossScale`; a step whose loss or gradient is not finite is skipped.
 
     Args:

@@ -23,6 +23,7 @@ from train.settings.options import (
     given_fields,
     shown_flag,
 )
+from train.settings.sizes import AUTO, parse_budget
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -144,6 +145,10 @@ class RunConfig:
     """Optimizer steps of the whole run."""
     epochs: float | None = None
     """Passes over the data, in place of `--steps`."""
+    budget: str = ""
+    """Memory that a step may take, such as 16GiB, or auto for what the device has free. The fastest
+    settings that fit are searched, printed and used: the method, unless `--method` names another
+    than the default, bits, moments, micro-batches. `--resume` takes them from the run."""
     batch_size: int = 8
     """Sequences of a step, over all devices."""
     seq_len: int = 256
@@ -216,6 +221,8 @@ class RunConfig:
                 f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
                 " 2^31 tokens: make one of them smaller."
             )
+        if self.budget not in ("", AUTO):
+            parse_budget(self.budget)
         check_range(self, 2**32, "seed")
         check_range(self, math.inf, "z_loss")
         for name in self.log_to:
@@ -229,7 +236,7 @@ class RunConfig:
 
 _TRAINING: Headings = {
     "Memory": (
-        *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
+        *("budget", "accumulate", "in_backward", "weight_rounding", "moment_dtype"),
         *("offload_states", "compute_dtype"),
     ),
     "Devices": ("mesh", "distributed"),

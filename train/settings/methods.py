@@ -68,6 +68,8 @@ class Method:
         the gradient of SmolLM2-135M in four bits is off by 0.157 with padding and by 0.130 with
         zeros. The factors of `low_rank` (0.311, 0.333) and the tokens of `pamm` (0.236, 0.293) are
         better with padding.
+      for_comparison: whether it is a published method that is kept to be compared with: the search
+        of `--budget` leaves it out.
       published_ranks: whether small models get the ranks of GaLore (2024, Table 2), which are
         above a quarter of their width.
     """
@@ -83,6 +85,7 @@ class Method:
     four_bit: bool = False
     calibrates: bool = False
     zero_padding: bool = False
+    for_comparison: bool = False
     published_ranks: bool = False
 
     def rank(self, model: ModelConfig, *, projects: bool = False) -> int:
@@ -268,6 +271,7 @@ METHODS: dict[str, Method] = {
         "input of q, k and v as a few tokens (PAMM): biased",
         lambda o: Storage(attention_in=_chosen(o, "attention_in", PointApproximation(1 / 512))),
         lambda _: ("attention_in",),
+        for_comparison=True,
     ),
     "low_rank": Method(
         "linear inputs and weight gradients as factors (Wei et al., Ours): biased",
@@ -275,22 +279,26 @@ METHODS: dict[str, Method] = {
             **_at(LINEAR_INPUTS, lambda site: _chosen(o, site, RandomizedSVD(o.rank)))
         ),
         lambda _: LINEAR_INPUTS,
+        for_comparison=True,
     ),
     "subspace": Method(
         "inputs, gradients and moments in a subspace (Wei et al., Ours+)",
         lambda o: Storage(**dict.fromkeys(LINEAR_INPUTS, RandomizedSVD(o.rank))),
         subspace=Subspace(),
+        for_comparison=True,
     ),
     "galore": Method(
         "moments in a subspace, dense exact gradients (GaLore)",
         lambda _: Storage(),
         subspace=Subspace(side="smaller"),
+        for_comparison=True,
         published_ranks=True,
     ),
     "random_projection": Method(
         "inputs, gradients and moments in a random subspace (CompAct)",
         lambda o: Storage(**dict.fromkeys(LINEAR_INPUTS, RandomProjection(o.rank))),
         subspace=Subspace(source="random"),
+        for_comparison=True,
     ),
     "gact": Method(
         "residuals of each block, in bits chosen per site (GACT)",
@@ -298,6 +306,7 @@ METHODS: dict[str, Method] = {
         lambda _: _RESIDUALS,
         average_bits=4.0,
         adaptive=_RESIDUALS,
+        for_comparison=True,
         zero_padding=True,
     ),
     "lean": Method(

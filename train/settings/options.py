@@ -85,6 +85,12 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
 }
 """The methods that use a flag. Flags that are not listed are for all methods."""
 
+SEARCHED = ("codec", "rank", "level", "offload", "remat", "in_backward", "accumulate",
+            "moment_dtype", "offload_states")  # fmt: skip
+"""Settings that the search of `--budget` chooses: they decide memory and time of a step. It takes
+all values of a switch or of a list of choices, `codec` in each number of bits, ranks of a quarter
+to a 32nd of the width, and micro-batches in powers of two."""
+
 _DENSE = "--no-in-backward --moment-dtype float32 --weight-dtype float32"
 RENAMED = {
     "frugal": "lean",

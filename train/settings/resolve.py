@@ -100,8 +100,10 @@ _VOCABULARY_MULTIPLE = 128
 """Matrix units work on multiples of this, and shards divide it."""
 
 
-def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> ModelConfig:
-    """Returns the dimensions of the model to pretrain.
+def dimensions(
+    config: PretrainConfig | FinetuneConfig, tokenizer_size: int | None = None
+) -> ModelConfig:
+    """Returns the dimensions of the model to train.
 
     Args:
       config: what the user gave.
@@ -112,7 +114,7 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
       ValueError: an unknown model, one with fewer tokens than the tokenizer, or `--download` for a
         preset.
     """
-    if config.checkpoint:
+    if config.checkpoint or isinstance(config, FinetuneConfig):
         with naming_flag("--checkpoint"):
             return read_dimensions(find_checkpoint(config.checkpoint, weights=False))[0]
     asked, path = config.model_vocab_size, pathlib.Path(config.model)

@@ -109,13 +109,19 @@ def _moments(
 
 _PALLAS = "actjax.kernels.adam_4bit.pallas"
 
-MAXIMA = Kernel(
-    "adam_4bit_maxima", reference.maxima, _dims_maxima, pallas=_PALLAS, converts=True
-)
+MAXIMA = Kernel("adam_4bit_maxima", reference.maxima, _dims_maxima, pallas=_PALLAS, converts=True)
 """From `grad`, `mu`, `nu` and the options `b1` and `b2` to the largest magnitudes of the new
 moments, first `mu`, then `nu`: of each row in every `reference.TILE` columns, [..., d, tiles], and
 of each column in every `blockwise.STEP` rows, [..., steps, n]."""
 
-KERNEL = Kernel("adam_4bit", reference.adam_4bit, _dims, pallas=_PALLAS, converts=True)
+KERNEL = Kernel(
+    "adam_4bit",
+    reference.adam_4bit,
+    _dims,
+    pallas=_PALLAS,
+    converts=True,
+    reads_layers=True,
+    writes_layers="operands",
+)
 """From `grad`, `mu`, `nu`, the largest magnitudes of rows and columns of the new `mu` and of the
 new `nu`, and `corrections`, with the options of `adam_4bit`, to its results."""

@@ -20,6 +20,8 @@ from actjax.formats.four_bit import (
     signed_level,
 )
 from actjax.kernels.adam_4bit.reference import TILE
+from actjax.kernels.layer_call import pallas_call, result_like
+from actjax.kernels.layers import Scaled, scaled, split_scaled
 from actjax.kernels.tiles import both
 
 
@@ -112,7 +114,7 @@ def refuses(
 
 
 def maxima(
-    grad: jax.Array,
+    grad: jax.Array | Scaled,
     mu: SignedFourBit,
     nu: RankOneFourBit,
     *,
@@ -123,33 +125,37 @@ def maxima(
     """As `actjax.kernels.adam_4bit.api.MAXIMA`."""
     *stack, d, n = grad.shape
     tiles, steps = pl.cdiv(n, TILE), pl.cdiv(d, STEP)
-    arrays = [*map(_matrices, (grad, *_of_first(mu), *_of_second(nu)))]
+    whole, factors = split_scaled(grad)
+    arrays = [*map(_matrices, (whole, *_of_first(mu), *_of_second(nu)))]
     count = arrays[0].shape[0]
 
     def kernel(*refs: Any) -> None:
+        factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
         program = pl.program_id(0)
         matrix, step, place = program // (tiles * steps), program // tiles % steps, program % tiles
         tile = _tile(matrix, step, place, (d, n), nu.group, STEP, TILE // nu.group)
-        _maxima(refs, tile, step, place, b1, b2)
+        _maxima(refs, factor, tile, step, place, b1, b2)
 
     shapes = (count, d, tiles), (count, steps, n)
-    largest = pl.pallas_call(
+    largest = pallas_call(
         kernel,
         grid=(count * steps * tiles,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 2 * shapes],
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit_maxima",
-    )(*arrays)
+    )(*factors, *arrays)
     return tuple(x.reshape(*stack, *x.shape[1:]) for x in largest)
 
 
-def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b1: float, b2: float) -> None:
+def _maxima(
+    refs: Sequence[Any], factor: Any, tile: _Tile, step: Any, place: Any, b1: float, b2: float
+) -> None:
     """Writes the largest magnitudes of new moments of the rows and columns of a tile."""
     grad_ref, moments, results = refs[0], _Moments(refs[1:8], tile), (refs[8:10], refs[10:12])
     of_rows: list[list[jax.Array]] = [[], []]
     for half in range(2):
-        g = tile.load(grad_ref, *tile.number(half)).astype(jnp.float32)
+        g = _gradient(tile, grad_ref, factor, half)
         exists = tile.number(half)[2]
         new = jnp.abs(moments.first(g, half, b1)), moments.second(g, half, b2)
         for i, moment in enumerate(new):
@@ -165,7 +171,7 @@ def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b1: float, 
 
 
 def adam_4bit(
-    grad: jax.Array,
+    grad: jax.Array | Scaled,
     mu: SignedFourBit,
     nu: RankOneFourBit,
     mu_rows: jax.Array,
@@ -177,34 +183,35 @@ def adam_4bit(
     interpret: bool = False,
     **hyper: float,
 ) -> tuple[jax.Array, SignedFourBit, RankOneFourBit]:
-    """As `actjax.kernels.adam_4bit.reference.adam_4bit`."""
+    """As `actjax.kernels.adam_4bit.reference.adam_4bit`; a `Layer` is written in its place."""
     *stack, d, n = grad.shape
     tile_groups = max(1, min(_NUMBERS // mu.group, pl.next_power_of_2(pl.cdiv(n, mu.group)), 4))
     tile_rows = _NUMBERS // (tile_groups * mu.group)
     tiles, steps = pl.cdiv(pl.cdiv(n, mu.group), tile_groups), pl.cdiv(d, tile_rows)
     new_scales = mu_rows, mu_columns, nu_rows, nu_columns
-    arrays = [*map(_matrices, (grad, *_of_first(mu), *_of_second(nu), *new_scales))]
+    whole, factors = split_scaled(grad)
+    arrays = [*map(_matrices, (whole, *_of_first(mu), *_of_second(nu), *new_scales))]
     count = arrays[0].shape[0]
     stochastic = mu.stochastic, nu.stochastic
-    results = (grad, jnp.float32), (mu.codes, jnp.uint8), (mu.scales, jnp.float32)
+    # The codes of both, and the scales of groups.
+    shapes = [result_like(arrays[i]) for i in (0, 1, 2, 5)]
+    shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
 
     def kernel(*refs: Any) -> None:
+        factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
         program = pl.program_id(0)
         matrix, step, place = program // (tiles * steps), program // tiles % steps, program % tiles
         tile = _tile(matrix, step, place, (d, n), mu.group, tile_rows, tile_groups)
-        _update(refs, tile, stochastic, **hyper)
+        _update(refs, factor, tile, stochastic, **hyper)
 
-    update, *codes = pl.pallas_call(
+    update, *codes = pallas_call(
         kernel,
         grid=(count * steps * tiles,),
-        out_shape=[
-            jax.ShapeDtypeStruct((count, *x.shape[-2:]), dtype)
-            for x, dtype in (*results, (nu.codes, jnp.uint8))
-        ],
+        out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit",
-    )(*arrays, corrections)
+    )(*factors, *arrays, corrections)
     mu_codes, scales, nu_codes = (x.reshape(*stack, *x.shape[1:]) for x in codes)
     new_mu = dataclasses.replace(
         mu, codes=mu_codes, scales=scales, rows=mu_rows, columns=mu_columns
@@ -218,7 +225,7 @@ _NUMBERS = 2048
 
 
 def _update(
-    refs: Sequence[Any], tile: _Tile, stochastic: tuple[bool, bool], *,
+    refs: Sequence[Any], factor: Any, tile: _Tile, stochastic: tuple[bool, bool], *,
     b1: float, b2: float, eps: float, eps_root: float,
 ) -> None:  # fmt: skip
     """Updates the moments of a tile, and writes its update."""
@@ -232,7 +239,7 @@ def _update(
     firsts, nu_bytes = [], jnp.zeros_like(moments.nu_codes)
     for half in range(2):
         place = tile.number(half)
-        g = tile.load(grad_ref, *place).astype(jnp.float32)
+        g = _gradient(tile, grad_ref, factor, half)
         first, second = moments.first(g, half, b1), moments.second(g, half, b2)
         root = jnp.sqrt(second * second_factor + np.float32(eps_root))
         tile.store(update_ref, *place, first * first_factor / (root + np.float32(eps)))
@@ -256,6 +263,12 @@ def _update(
         mu_bytes = mu_bytes | (jnp.where(scaled < 0, -index, index) & 15) << 4 * half
     tile.store(new_mu_ref, *tile.byte(), mu_bytes)
     tile.store(new_scales_ref, *tile.of_group(), new_scale)
+
+
+def _gradient(tile: _Tile, ref: Any, factor: Any, half: int) -> jax.Array:
+    """Returns the gradient of a half of the bytes, float32; `factor` is as in `Scaled`, or None."""
+    g = tile.load(ref, *tile.number(half))
+    return (g if factor is None else scaled(g, factor)).astype(jnp.float32)
 
 
 def _of_first(mu: SignedFourBit) -> tuple[jax.Array, ...]:

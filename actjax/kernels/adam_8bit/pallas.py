@@ -14,7 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
-from actjax.kernels.layers import Scaled, pallas_call, result_like, scaled
+from actjax.kernels.layer_call import pallas_call, result_like
+from actjax.kernels.layers import Scaled, scaled, split_scaled
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""
@@ -54,15 +55,13 @@ def adam_8bit(
     # A block ends with its row; a shorter last block is processed by itself.
     grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
 
-    is_scaled = isinstance(grad, Scaled)
+    whole, factors = split_scaled(grad)
 
     def kernel(*refs: Any) -> None:
-        factor, refs = (refs[0][0], refs[1:]) if is_scaled else (None, refs)
+        factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
         body = functools.partial(_update, refs, factor, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
         grid.run(lambda cut: body(cut(1)))
 
-    factors = [grad.factor[None]] if is_scaled else []
-    whole = grad.array if is_scaled else grad
     arrays = [operands.rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
     shapes = [result_like(x) for x in arrays]
     shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)

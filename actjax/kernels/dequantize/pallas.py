@@ -8,7 +8,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.layers import pallas_call
+from actjax.kernels.layer_call import pallas_call
 
 
 def refuses(code: QuantizedCode) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.precision import over
@@ -19,7 +18,7 @@ from actjax.formats import scales as group_scales
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
 from actjax.kernels import butterflies, limits, operands, tiles
-from actjax.kernels.layers import Layer, pallas_call
+from actjax.kernels.layer_call import pallas_call
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
@@ -88,8 +87,8 @@ def _arguments(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.
     return arrays
 
 
-def _places(into: fmt.QuantizedCode | None) -> dict[str, Layer]:
-    """Returns the layers of stacks that results are written into, by name."""
+def _places(into: fmt.QuantizedCode | None) -> dict[str, Any]:
+    """Returns the `Layer`s that results are written into, by name."""
     if into is None:
         return {}
     arrays = {f"plane{i}": x for i, x in enumerate(into.planes)}

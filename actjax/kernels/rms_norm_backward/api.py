@@ -17,6 +17,7 @@ def rms_norm_backward(
     x: QuantizedCode | jax.Array,
     scale: jax.Array,
     dy: jax.Array,
+    addend: jax.Array | None = None,
     *,
     eps: float = 1e-6,
     with_value: bool = True,
@@ -31,6 +32,8 @@ def rms_norm_backward(
       x: [..., d], or a code of it.
       scale: [d].
       dy: gradient of the value, [..., d].
+      addend: what is added to the gradient of `x` after that was rounded to its dtype, such as the
+        cotangent of a skip connection, in the shape and dtype of `x`; None for nothing.
       eps: added to the mean square.
       with_value: whether to return the value.
       implementation: what computes it; None for the best one that applies.
@@ -52,13 +55,18 @@ def rms_norm_backward(
     # The gradient of `scale` is rounded once, after the sums of all devices are added up.
     wide = scale.astype(accumulation_dtype(dy.dtype))
     value, dx, dscale = KERNEL(
-        x, wide, dy, eps=eps, with_value=with_value, implementation=implementation
+        x, wide, dy, addend, eps=eps, with_value=with_value, implementation=implementation
     )
     return value, dx, dscale.astype(scale.dtype)
 
 
 def _dims(
-    result: Any, x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
+    result: Any,
+    x: QuantizedCode | jax.Array,
+    scale: jax.Array,
+    dy: jax.Array,
+    addend: jax.Array | None,
+    **options: Any,
 ) -> tuple[tuple, tuple] | None:
     del options
     if isinstance(x, QuantizedCode) and x.seed is not None:
@@ -66,7 +74,9 @@ def _dims(
     rows = Dims((*token_names(dy.ndim - 1), None))
     of_x = x.dims(features=None) if isinstance(x, QuantizedCode) else rows
     sums = dataclasses.replace(Dims.whole(scale), summed=True)
-    return (of_x, Dims.whole(scale), rows), (None if result[0] is None else rows, rows, sums)
+    of_addend = None if addend is None else rows
+    inputs = of_x, Dims.whole(scale), rows, of_addend
+    return inputs, (None if result[0] is None else rows, rows, sums)
 
 
 KERNEL = Kernel(
@@ -76,4 +86,5 @@ KERNEL = Kernel(
     pallas="actjax.kernels.rms_norm_backward.pallas",
     mosaic="actjax.kernels.rms_norm_backward.mosaic",
     reads_layers=True,
+    addend=(3, -2),
 )

@@ -9,17 +9,15 @@ from actjax.kernels.dequantize import mosaic
 from actjax.kernels.rms_norm_backward import reference
 
 
-def refuses(
-    x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
-) -> str | None:
+def refuses(x: QuantizedCode | jax.Array, *args: jax.Array | None, **options: Any) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
-    del scale, dy, options
+    del args, options
     return mosaic.refuses(x) if isinstance(x, QuantizedCode) else "takes codes on TPUs"
 
 
 def rms_norm_backward(
-    x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, interpret: bool, **options: Any
+    x: QuantizedCode, *args: Any, interpret: bool, **options: Any
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     decoded = mosaic.dequantize(x, interpret=interpret)
-    return reference.rms_norm_backward(decoded, scale, dy, **options)
+    return reference.rms_norm_backward(decoded, *args, **options)

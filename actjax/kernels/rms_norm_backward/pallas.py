@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.layers import pallas_call
+from actjax.kernels.layer_call import pallas_call
 
 _LARGEST = 16384
 """Features of a row that registers can hold."""
@@ -60,10 +60,14 @@ class _Rows:
 
 
 def refuses(
-    x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
+    x: QuantizedCode | jax.Array,
+    scale: jax.Array,
+    dy: jax.Array,
+    addend: jax.Array | None,
+    **options: Any,
 ) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
-    del scale, options
+    del scale, addend, options
     features, group = dy.shape[-1], limits.group_of(x)
     if features > _LARGEST:
         return f"holds whole rows, of up to {_LARGEST} features, got {features}"
@@ -76,6 +80,7 @@ def rms_norm_backward(
     x: QuantizedCode | jax.Array,
     scale: jax.Array,
     dy: jax.Array,
+    addend: jax.Array | None,
     *,
     eps: float,
     with_value: bool,
@@ -90,8 +95,12 @@ def rms_norm_backward(
     rows = _Rows(tokens, features, group, slices, count, interpret)
     programs = pl.cdiv(tokens, rows.count)
 
+    addends = [] if addend is None else [operands.rows(addend)]
+
     def kernel(*refs: Any) -> None:
-        _run(rows, bind(*refs[: len(arrays)]), refs[len(arrays) :], eps)
+        read, others = bind(*refs[: len(arrays)]), refs[len(arrays) :]
+        addend_ref = others[2] if addends else None
+        _run(rows, read, (*others[:2], *others[2 + len(addends) :]), addend_ref, eps)
 
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
     sums = jax.ShapeDtypeStruct((programs, features), jnp.float32)
@@ -102,12 +111,12 @@ def rms_norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
-    )(*arrays, scale[None], operands.rows(dy))
+    )(*arrays, scale[None], operands.rows(dy), *addends)
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 
 
-def _run(rows: _Rows, read: Any, refs: Sequence[Any], eps: float) -> None:
+def _run(rows: _Rows, read: Any, refs: Sequence[Any], addend_ref: Any, eps: float) -> None:
     """Computes the rows of a program, and the sum of their gradients of the scale."""
     scale_ref, dy_ref, *value_refs, dx_ref, dscale_ref = refs
     first = pl.program_id(0) * rows.count
@@ -123,7 +132,10 @@ def _run(rows: _Rows, read: Any, refs: Sequence[Any], eps: float) -> None:
             place, mask = (token, part.feature(n)), part.exists(n)
             for value_ref in value_refs:
                 tiles.store(value_ref, *place, units[n] * factors[n], mask)
-            tiles.store(dx_ref, *place, dxs[n], mask)
+            dx = dxs[n].astype(dx_ref.dtype)
+            if addend_ref is not None:
+                dx += tiles.load(addend_ref, *place, mask).astype(dx.dtype)
+            tiles.store(dx_ref, *place, dx, mask)
         return tuple(s + dy * u for s, dy, u in zip(sums, cotangents, units, strict=True))
 
     shape = (1, *row.group.shape[1:2], row.lane.shape[-1])

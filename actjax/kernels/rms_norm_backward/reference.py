@@ -12,6 +12,7 @@ def rms_norm_backward(
     x: QuantizedCode | jax.Array,
     scale: jax.Array,
     dy: jax.Array,
+    addend: jax.Array | None,
     *,
     eps: float,
     with_value: bool,
@@ -22,7 +23,8 @@ def rms_norm_backward(
     unit, inverse = normalize(decoded.astype(wide), eps)
     dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
     value = (unit * scale.astype(wide)).astype(x.dtype) if with_value else None
-    return value, dx.astype(x.dtype), dscale.astype(scale.dtype)
+    dx = dx.astype(x.dtype)
+    return value, dx if addend is None else dx + addend, dscale.astype(scale.dtype)
 
 
 def normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.layers import pallas_call
+from actjax.kernels.layer_call import pallas_call
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 

@@ -128,7 +128,8 @@ class InBackward:
           weights: of the micro-batches, [accumulate]; by default `1 / accumulate` each.
 
         Returns:
-          The new parameters and state, the loss, and the norm of what was added to the parameters.
+          The new parameters and state, the loss, and the norm of what was added to the parameters,
+          estimated as by `actjax.optim.apply`.
 
         Raises:
           ValueError: a state that `init` did not make for these parameters, parameters that are

@@ -2,8 +2,9 @@
 
 The function of one layer is traced once. Where an array of the layer goes straight into a kernel,
 the kernel gets the stack and the index; where a kernel computes an array that the loop writes into
-a stack, the kernel writes it there; and a kernel that converts a gradient gets it as it is. All
-else is sliced and written back as usual. The results are the same to the bit.
+a stack, the kernel writes it there. Kernels also take over operations beside them
+(`actjax.optim.stepping.fusion`). All else is sliced and written back as usual, and the results are
+the same to the bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from jax.extend import core
 from actjax._host import is_on_host
 from actjax._shards import is_partitioned
 from actjax.kernels import primitive
-from actjax.kernels.layers import Layer, Scaled, value_of
+from actjax.kernels.layers import Layer, value_of
 from actjax.optim.layers import put
+from actjax.optim.stepping.fusion import Gradients, with_sums
 from actjax.residuals.graph.equations import context_of, run_equation
 from actjax.residuals.graph.programs import inlined, run_inlined
 
@@ -55,6 +57,8 @@ def update(
 def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
     """Returns `jax.lax.scan(fun, carry, xs)`, in which kernels write into the stack of `ys`.
 
+    The stack is not filled with zeros first.
+
     Args:
       fun: as for `jax.lax.scan`.
       carry: as for `jax.lax.scan`.
@@ -63,34 +67,23 @@ def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any,
     length = len(jax.tree.leaves(xs)[0])
     program, (_, ys) = _traced(fun, carry, jax.tree.map(_shape_of_layer, xs))
     shapes, treedef = jax.tree.flatten(ys)
+    if any(jnp.issubdtype(y.dtype, jax.dtypes.extended) for y in shapes):
+        return jax.lax.scan(fun, carry, xs)  # Keys cannot be left unset.
     first, carried = jax.tree.flatten(carry)
-    made_by = _producers(program.jaxpr)
-    is_in_place = [
-        isinstance(var, core.Var) and var in made_by for var in program.jaxpr.outvars[len(first) :]
-    ]
-    stacks = [
-        jax.lax.empty((length, *y.shape), y.dtype)
-        for y, here in zip(shapes, is_in_place, strict=True)
-        if here
-    ]
 
-    def body(state: Any, slices: Any) -> tuple[Any, list[jax.Array]]:
+    def body(state: Any, slices: Any) -> tuple[Any, None]:
         carry, stacks = state
         i, x = slices
-        free = iter(stacks)
-        places = [Layer(next(free), i) if here else None for here in is_in_place]
+        places = [Layer(stack, i) for stack in stacks]
         inputs = [*carry, *jax.tree.leaves(x)]
         results = _run(program, inputs, [*(None for _ in carry), *places])
-        carry, ys = results[: len(carry)], results[len(carry) :]
-        pairs = list(zip(places, ys, strict=True))
-        stacks = [_written(at, y) for at, y in pairs if at is not None]
-        return (carry, stacks), [y for at, y in pairs if at is None]
+        carry, layers = results[: len(carry)], results[len(carry) :]
+        return (carry, [_written(at, y) for at, y in zip(places, layers, strict=True)]), None
 
     indices = jnp.arange(length, dtype=jnp.int32)
-    (last, stacks), stacked = jax.lax.scan(body, (first, stacks), (indices, xs))
-    parts = iter(stacks), iter(stacked)
-    leaves = [next(parts[0] if here else parts[1]) for here in is_in_place]
-    return carried.unflatten(last), treedef.unflatten(leaves)
+    stacks = [jax.lax.empty((length, *y.shape), y.dtype) for y in shapes]
+    (last, stacks), _ = jax.lax.scan(body, (first, stacks), (indices, xs))
+    return carried.unflatten(last), treedef.unflatten(stacks)
 
 
 def _written(layer: Layer, value: Any) -> jax.Array:
@@ -104,8 +97,9 @@ def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _traced(fun: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
     """Returns the program of `fun(*args)` without calls, and the shapes of its results."""
-    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return inlined(program), shapes
+    traced, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    program = inlined(traced, remat=True)
+    return core.ClosedJaxpr(with_sums(program.jaxpr), program.consts), shapes
 
 
 def _run(
@@ -125,7 +119,7 @@ def _run(
             into[made_by[var]] = place
     values: dict[int, tuple[Layer, jax.Array]] = {}
     written: dict[int, Layer] = {}
-    gradients = _Gradients()
+    gradients = Gradients()
 
     def read(x: Any) -> Any:
         """Returns an array; one slice of a layer for all that read it."""
@@ -137,7 +131,7 @@ def _run(
 
     def handle(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         has_layers = any(isinstance(x, Layer) for x in inputs)
-        if eqn.primitive.name in _Gradients.primitives:
+        if eqn.primitive.name in Gradients.primitives:
             arrays = [read(x) for x in inputs]
             return gradients.followed(eqn, arrays, run_equation(eqn, arrays))
         if primitive.is_kernel(eqn):
@@ -182,50 +176,6 @@ def _barrier(inputs: Sequence[Any], written: dict[int, Layer]) -> list[Any]:
             written[id(layer)] = layer
         results.append(layer)
     return results
-
-
-class _Gradients:
-    """Arrays in float32 that are an array of 16 bits, or the rounded product of one and a scalar."""
-
-    primitives = "convert_element_type", "mul"
-
-    def __init__(self) -> None:
-        """Begins with no array."""
-        # By the ids of arrays, which are kept so that no other array gets one.
-        self._sources: dict[int, tuple[jax.Array, Any]] = {}
-        self._products: dict[int, tuple[jax.Array, Scaled]] = {}
-
-    def source(self, x: Any) -> Any:
-        """Returns the array of 16 bits, or a `Scaled`; `x` itself if it is no such array."""
-        return self._sources.get(id(x), (x, x))[1]
-
-    def followed(
-        self, eqn: core.JaxprEqn, inputs: list[jax.Array], outputs: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Returns the outputs of an equation with these inputs, and remembers their source."""
-        (y,) = outputs
-        if eqn.primitive.name == "mul":
-            array, factor = inputs if jnp.shape(inputs[1]) == () else inputs[::-1]
-            source = self.source(array)
-            if jnp.shape(factor) == () and y.dtype == jnp.float32 and _has_16_bits(source):
-                factor = jnp.asarray(factor, jnp.float32)
-                self._products[id(y)] = y, Scaled(source, factor)
-            return outputs
-        source = self.source(inputs[0])
-        if id(inputs[0]) in self._products:
-            _, source = self._products[id(inputs[0])]
-            if y.dtype == source.dtype:
-                self._sources[id(y)] = y, source
-        elif y.dtype == jnp.float32 and (isinstance(source, Scaled) or _has_16_bits(source)):
-            self._sources[id(y)] = y, source
-        return outputs
-
-
-def _has_16_bits(x: Any) -> bool:
-    if isinstance(x, Scaled):
-        return False
-    dtype = jnp.result_type(x)
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
 
 
 def _producers(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:

@@ -19,6 +19,7 @@ _CUSTOM = ("custom_jvp_call", *CUSTOM_VJP)
 _OWN_CODE = f" at {pathlib.Path(__file__).parents[2]}{os.sep}"
 _FOREIGN = "actjax.foreign"
 """Name scope of the forward and backward functions of other people's custom rules."""
+_REMAT = ("checkpoint", "remat", "remat2")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -44,13 +45,19 @@ def branches_of(eqn: core.JaxprEqn) -> tuple[core.ClosedJaxpr, ...]:
     return tuple(eqn.params["branches"]) if eqn.primitive.name == "cond" else ()
 
 
-def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
+def called(
+    eqn: core.JaxprEqn, custom: bool = False, remat: bool = False
+) -> core.ClosedJaxpr | None:
     """Returns the program that an equation only calls; None if the equation does anything else.
 
     Args:
       eqn: the equation.
       custom: whether functions with custom differentiation rules count as calls.
+      remat: whether a second forward pass counts as a call, unless `jax.checkpoint` protects it
+        from being merged with the first.
     """
+    if remat and eqn.primitive.name in _REMAT and not eqn.params["prevent_cse"]:
+        return body_of(eqn)
     if eqn.primitive.name not in (*_CALLS, *(_CUSTOM if custom else ())):
         return None
     return body_of(eqn)

@@ -53,13 +53,16 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     return Closed(traced.jaxpr, list(traced.consts), leaves, structures[-1])
 
 
-def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJaxpr:
+def inlined(
+    program: core.ClosedJaxpr, *, custom: bool = False, remat: bool = False
+) -> core.ClosedJaxpr:
     """Returns a program with all calls in it inlined. Nothing is traced again.
 
     Args:
       program: the program.
       custom: whether to inline functions with custom differentiation rules too. Only for a program
         that is not differentiated afterwards.
+      remat: whether to inline second forward passes too. Likewise.
     """
     jaxpr = program.jaxpr
     constvars, constants = list(jaxpr.constvars), list(program.consts)
@@ -70,7 +73,7 @@ def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJa
         read = lambda x: x if isinstance(x, core.Literal) else names.get(x, x)  # noqa: E731
         for body_eqn in body.eqns:
             eqn = body_eqn if call is None else in_scope_of(call, body_eqn)
-            inner, invars = called(eqn, custom), [read(x) for x in eqn.invars]
+            inner, invars = called(eqn, custom, remat), [read(x) for x in eqn.invars]
             if inner is not None:
                 within = dict(zip(inner.jaxpr.invars, invars, strict=True))
                 for var, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):

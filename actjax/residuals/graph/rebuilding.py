@@ -28,8 +28,8 @@ _ELEMENTWISE = frozenset({
     "random_bits", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min",
     "reduce_or", "reduce_precision",
     "reduce_sum", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
-    "tanh", "threefry2x32", "xor",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stack", "stop_gradient", "sub",
+    "tan", "tanh", "threefry2x32", "xor",
 })  # fmt: skip
 """Operations that take one pass over the data, including reductions and random numbers."""
 _JUMPS = frozenset({

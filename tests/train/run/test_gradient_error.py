@@ -16,9 +16,10 @@ from models import Decoder, huggingface
 from tests.train.runs import quiet
 from train import plan
 from train.plan import PlanConfig, run
-from train.planning import measured
+from train.planning import measured, tables
 from train.planning.estimate import Compiled, Plan
 from train.planning.measured import MeasureConfig
+from train.planning.search import Found
 from train.run import gradient_error
 from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import loss_function
@@ -161,8 +162,8 @@ def planned(folder, data="records.jsonl", template="{q}\\n{a}", tokenizer=None, 
         train = dataclasses.replace(train, options=MethodOptions())
     how = MeasureConfig(template=template, batches=1, keys=2, **changes)
     console = quiet()
-    train = dataclasses.replace(train, checkpoint=str(folder))
-    config = PlanConfig(train, budget=budget, measuring=how)
+    train = dataclasses.replace(train, checkpoint=str(folder), budget=budget)
+    config = PlanConfig(train, measuring=how)
     return run(config, console), console.file.getvalue()
 
 
@@ -174,20 +175,22 @@ def test_plans_of_a_checkpoint_are_measured(checkpoint):
 
 
 def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, monkeypatch):
-    def stages(train, model, methods):
-        for bits in (2, 8):
-            options = MethodOptions(codec=(f"Quantized({bits}, group=16)",))
-            yield f"{bits} bits", [dataclasses.replace(train, options=options)]
-
     def errors(self, config):
         error = 0.01 if config.options.codec[0].startswith("Quantized(8") else 0.5
         return {WHOLE: GradientError(error, 1.0, error, math.nan)}
 
-    monkeypatch.setattr(plan, "stages", stages)
+    def found(train, *_, accept, **__):
+        for bits in (2, 8):
+            options = MethodOptions(codec=(f"Quantized({bits}, group=16)",))
+            one = Compiled(dataclasses.replace(train, options=options), 1, 0, 0, 0, {})
+            if accept(one):
+                return Found(one, [one], None)
+        return Found(None, [], None)
+
+    monkeypatch.setattr(plan, "search", found)
     monkeypatch.setattr(measured.Measured, "errors", errors)
     memory = StepMemory(1, 1, 1, 1, 1)
-    monkeypatch.setattr(plan, "make_plan", lambda config, _: Plan(config, memory, 1, 1.0))
-    monkeypatch.setattr(plan, "compile_plan", lambda one, _: Compiled(one, 1, 0, 0, 0, {}))
+    monkeypatch.setattr(tables, "make_plan", lambda config: Plan(config, memory, 1))
     done, text = planned(checkpoint, budget="1GiB", error=1e-9)
     assert not done
     assert "the error of none is at most 1e-09: raise `--error` or `--budget`" in text

@@ -10,7 +10,6 @@ import pytest
 from tiny import CONFIG as MODEL
 
 from tests.train.steps import batch, first_state, recipe, with_method
-from train.planning.stages import stages
 from train.run import loss_scale
 from train.run.loss import Context
 from train.run.loss_scale import LossScale
@@ -150,6 +149,3 @@ def test_updates_in_the_backward_pass_are_refused_and_not_the_default():
     assert not resolve(lean, MODEL).in_backward
     with pytest.raises(ValueError, match="`--in-backward` updates layers before the whole gradie"):
         resolve(dataclasses.replace(lean, in_backward=True), MODEL)
-    plans = [plan for _, of_stage in stages(lean, MODEL) for plan in of_stage]
-    assert plans
-    assert not any(plan.in_backward for plan in plans)

@@ -13,7 +13,6 @@ from tiny import decoder
 
 from actjax._shards import Dims, on_shards
 from actjax.formats.blockwise import blockwise_zeros
-from models import ModelConfig, preset
 from models.sharding import RULES
 from train.run import sharding
 from train.run.loop import run_program
@@ -108,14 +107,12 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
     assert os.environ.get("NPROC") == expected
 
 
-def test_products_of_odd_widths_are_not_written_in_triton(monkeypatch):
+def test_products_are_not_written_in_triton(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    off, odd = {"xla_gpu_enable_triton_gemm": False}, ModelConfig(8, 12, 8, 1, 2)
-    # The feed-forward width of llama_1b is odd, but not as it is stored.
-    assert [sharding.product_options(x) for x in (odd, preset("llama_1b"))] == [off, {}]
-    assert sharding.compiler_options(sharding.make_mesh(""), odd) == {}  # No GPU.
+    assert sharding.product_options() == {"xla_gpu_enable_triton_gemm": False}
+    assert sharding.compiler_options(sharding.make_mesh("")) == {}  # No GPU.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert sharding.product_options(odd) == {}
+    assert sharding.product_options() == {}
 
 
 def test_functions_on_shards_are_not_confused_in_the_compilation_cache():

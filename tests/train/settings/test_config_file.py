@@ -135,8 +135,8 @@ def test_every_program_reads_its_settings(parse):
     text = "checkpoint: here\ndata: there\neval_batches: 3\nseq_len: 4"
     config = parse(text, config=EvaluateConfig)
     assert (config.checkpoint, config.text.eval_batches) == (pathlib.Path("here"), 3)
-    config = parse("budget: 24GiB\nz_loss: 1e-4\nmethod: lean", config=PlanConfig)
-    assert (config.budget, config.train.method, config.train.z_loss) == ("24GiB", "lean", 1e-4)
+    train = parse("budget: 24GiB\nz_loss: 1e-4\nmethod: lean", config=PlanConfig).train
+    assert (train.budget, train.method, train.z_loss) == ("24GiB", "lean", 1e-4)
 
 
 def test_a_file_of_every_default_changes_nothing(parse):

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import recipes, record
 from benchmarks.tables import markdown
-from train.planning.gpus import GIB
+from train.run.gpus import GIB
 
 RESULT = record.read(record.RESULTS / "recipes.json")
 ROWS = {row["recipe"]: row for row in RESULT["rows"]}

@@ -22,6 +22,8 @@ class Gpu:
       shared_memory: bytes per core.
       threads: most threads per core.
       fpus: float32 units per core.
+      bus: bytes per second to the memory of the host. 60 GB/s were measured on an H100 and an H200
+        (PCIe 5), and no computation beside them; half of it is assumed for PCIe 4.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Gpu:
     shared_memory: int
     threads: int
     fpus: int
+    bus: float = 30e9
 
     @property
     def has_bfloat16(self) -> bool:
@@ -72,7 +75,7 @@ device_description_str: "{self.name}"
 
 _HOPPER: dict[str, Any] = {
     "capability": (9, 0), "cores": 132, "fpus": 128, "clock_ghz": 1.98, "l2_cache": 50 << 20,
-    "shared_memory": 228 << 10, "threads": 2048, "flops": 989e12,
+    "shared_memory": 228 << 10, "threads": 2048, "flops": 989e12, "bus": 60e9,
 }  # fmt: skip
 _A100: dict[str, Any] = {
     "capability": (8, 0), "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2_cache": 40 << 20,
@@ -83,7 +86,7 @@ _SMALL: dict[str, Any] = {"shared_memory": 100 << 10, "threads": 1536, "fpus": 1
 GPUS: dict[str, Gpu] = {
     "b200": Gpu(
         "NVIDIA B200", (10, 0), 178 * GIB, 8e12, 2250e12, cores=148, clock_ghz=1.965,
-        l2_cache=126 << 20, shared_memory=228 << 10, threads=2048, fpus=128,
+        l2_cache=126 << 20, shared_memory=228 << 10, threads=2048, fpus=128, bus=60e9,
     ),
     "h100": Gpu("NVIDIA H100 80GB HBM3", memory=79 * GIB, bandwidth=3.35e12, **_HOPPER),
     "h200": Gpu("NVIDIA H200", memory=139 * GIB, bandwidth=4.8e12, **_HOPPER),
@@ -91,7 +94,7 @@ GPUS: dict[str, Gpu] = {
     "a100_40": Gpu("NVIDIA A100-SXM4-40GB", memory=39 * GIB, bandwidth=1.56e12, **_A100),
     "rtx_5090": Gpu(
         "NVIDIA GeForce RTX 5090", (12, 0), 31 * GIB, 1.79e12, 209e12, cores=170, clock_ghz=2.41,
-        l2_cache=96 << 20, **_SMALL,
+        l2_cache=96 << 20, bus=60e9, **_SMALL,
     ),
     "rtx_4090": Gpu(
         "NVIDIA GeForce RTX 4090", (8, 9), 23 * GIB, 1.01e12, 165e12, cores=128, clock_ghz=2.52,
@@ -112,6 +115,12 @@ GPUS: dict[str, Gpu] = {
     "t4": Gpu(
         "Tesla T4", (7, 5), 14 * GIB, 0.32e12, 65e12, cores=40, clock_ghz=1.59,
         l2_cache=4 << 20, shared_memory=64 << 10, threads=1024, fpus=64,
+        bus=15e9,
     ),
 }  # fmt: skip
 """GPUs by name. `memory` is what CUDA reports, rounded down: 14.7 of the 16 GB of a T4."""
+
+
+def gpu_of_kind(kind: str) -> Gpu | None:
+    """Returns the GPU that JAX names so, as `device_kind` does; None for another device."""
+    return next((gpu for gpu in GPUS.values() if gpu.name == kind), None)
