@@ -10,8 +10,12 @@ def zero_beyond(features: int | None, x: jax.Array, axis: int = -1) -> jax.Array
     """Returns `x` with zeros from index `features` of an axis on; `x` itself if that is None."""
     if features is None:
         return x
-    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
-    return jnp.where(place < features, x, jnp.zeros((), x.dtype))
+    # Not a mask: before a loop XLA for GPUs writes one as large as `x`, which each iteration reads.
+    axis %= x.ndim
+    ends = [(0, 0, 0)] * x.ndim
+    ends[axis] = (0, x.shape[axis] - features, 0)
+    existing = jax.lax.slice_in_dim(x, 0, features, axis=axis)
+    return jax.lax.pad(existing, jnp.zeros((), x.dtype), ends)
 
 
 def check_features(features: Any, width: int) -> int | None:

@@ -5,22 +5,29 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from actjax._shards import is_partitioned
+
 
 def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns the accumulation dtype: float64 if one of `dtypes` is float64, else float32."""
     return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
 
 
-def product_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype of products that are rounded next, in programs for this backend.
+def product_dtype(x: jax.Array, *dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns the dtype of products of `x` that are rounded next, in programs for this backend.
 
     Matrix units of GPUs and TPUs add up products of 16-bit operands in float32 and can round the
     sums before they write them, which halves what they write and saves a conversion. XLA for CPUs
-    (JAX 0.10) computes such products several times slower: there it is the accumulation dtype.
+    (JAX 0.10) computes such products several times slower: there it is the accumulation dtype. So
+    it is on several devices, which exchange sums.
+
+    Args:
+      x: an operand.
+      *dtypes: of other operands, and of the result.
     """
-    narrow = jnp.result_type(*dtypes)
+    narrow = jnp.result_type(x.dtype, *dtypes)
     rounds = narrow.itemsize == 2 and jax.default_backend() in ("gpu", "tpu")
-    return narrow if rounds else accumulation_dtype(*dtypes)
+    return narrow if rounds and not is_partitioned(x) else accumulation_dtype(narrow)
 
 
 def matmul(

@@ -125,7 +125,7 @@ class HeldWeight(WrappedWeight, Held):
         return TappedWeight(self.weight, left, right, self.basis, self.path, self.bits)
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz.dtype))
+        return matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> TappedWeight:
         # A basis is known to the caller: only the other factor is a gradient then.

@@ -52,7 +52,7 @@ class Layer:
         return dataclasses.replace(self, stack=self.stack.reshape(len(self.stack), *sizes))
 
     def value(self) -> jax.Array:
-        """Returns the layer as an array of its own."""
+        """Returns a copy of the layer."""
         return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
 
     def holding(self, value: "jax.Array | Layer") -> "Layer":

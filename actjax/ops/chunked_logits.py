@@ -178,7 +178,7 @@ def gradients(
         h, *_ = slices
         total, dlogits = add_chunk(total, *slices)
         dlogits = dlogits.astype(dtype)
-        dh = matmul_transposed(dlogits, head.astype(dtype), product_dtype(dtype)).astype(dtype)
+        dh = matmul_transposed(dlogits, head.astype(dtype), product_dtype(dlogits)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
         kept_dlogits = dlogits if finish is not None and in_pieces else None

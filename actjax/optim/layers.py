@@ -215,13 +215,13 @@ def densify(gradient: Any) -> Any:
 
 
 _SAMPLED = 16
-"""Of so many rows of a large matrix, `square_norm` reads one."""
+"""`square_norm` reads one of this many rows of a large matrix."""
 
 
 def square_norm(tree: Any) -> jax.Array:
     """Returns the sum of squares of all arrays, in float32.
 
-    That of a matrix with 1,024 rows or more is estimated from every sixteenth row: XLA for GPUs
+    The sum of a matrix with 1,024 rows or more is estimated from every sixteenth row: XLA for GPUs
     would read all updates and weights again for this number (7 GB in a step of `llama_1b`).
     """
     return sum(map(_sum_of_squares, jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))

@@ -56,7 +56,7 @@ class StoredInput:
             gradient = matmul(self._basis.astype(right.dtype), right)
             return self._unpadded(gradient, -2).astype(dtype)
         if isinstance(self.codec, Exact):
-            narrow = product_dtype(self.code.dtype, dz.dtype, dtype)
+            narrow = product_dtype(self.code, dz.dtype, dtype)
             return contract_tokens(self.code, dz, dtype=narrow).astype(dtype)
         return self._unpadded(self.codec.weight_grad(self.code, dz), -2).astype(dtype)
 
@@ -184,10 +184,10 @@ class ArrayWeight(WrappedWeight):
     weight: Any
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul(x, self.weight.astype(x.dtype), dtype=product_dtype(x.dtype))
+        return matmul(x, self.weight.astype(x.dtype), dtype=product_dtype(x))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz.dtype))
+        return matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "ArrayWeight":
         return ArrayWeight(stored.weight_grad(dz, self.dtype))

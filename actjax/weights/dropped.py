@@ -33,10 +33,10 @@ class DroppedInput(WrappedWeight):
         return jnp.where(is_kept, x / (1 - self.rate), 0).astype(x.dtype)
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul(self.drop(x), self.weight.astype(x.dtype), dtype=product_dtype(x.dtype))
+        return matmul(self.drop(x), self.weight.astype(x.dtype), dtype=product_dtype(x))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        dx = matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz.dtype))
+        dx = matmul_transposed(dz, self.weight.astype(dz.dtype), product_dtype(dz))
         return self.drop(dx)
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "DroppedInput":

@@ -56,12 +56,12 @@ class FrozenWeight(WrappedWeight):
         return self.weight.astype(dtype)
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul(x, self.astype(x.dtype), dtype=product_dtype(x.dtype))
+        return matmul(x, self.astype(x.dtype), dtype=product_dtype(x))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
         # Without the barrier XLA could keep the array that the forward pass decoded.
         weight, dz = jax.lax.optimization_barrier((self.weight, dz))
-        return matmul_transposed(dz, weight.astype(dz.dtype), product_dtype(dz.dtype))
+        return matmul_transposed(dz, weight.astype(dz.dtype), product_dtype(dz))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> None:
         del stored, dz

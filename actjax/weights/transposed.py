@@ -39,10 +39,10 @@ class TransposedWeight(Weight):
         return self.array.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return matmul_transposed(x, self.array.astype(x.dtype), product_dtype(x.dtype))
+        return matmul_transposed(x, self.array.astype(x.dtype), product_dtype(x))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul(dz, self.array.astype(dz.dtype), dtype=product_dtype(dz.dtype))
+        return matmul(dz, self.array.astype(dz.dtype), dtype=product_dtype(dz))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "TransposedWeight":
         return TransposedWeight(stored.weight_grad(dz, self.dtype).T)

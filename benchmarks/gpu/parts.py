@@ -159,7 +159,7 @@ def in_place(dry: bool) -> Rows:
         pairs = zip(xs, ys, strict=True)
         return float(sum(np.sum((x.astype("f8") - y.astype("f8")) ** 2) for x, y in pairs))
 
-    # Of what the steps changed; 0 if the two programs round alike.
+    # Relative to the change of the weights; 0 if the two programs round alike.
     error = math.sqrt(squares(one, other) / squares(before, other))
     check = {"name": "in place against slices", "error": error, "ok": error < _SAME}
     return [check, *time_steps(_IN_PLACE)]

@@ -5,12 +5,14 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from actjax._math.precision import (
     accumulation_dtype,
     contract_tokens,
     matmul,
     matmul_transposed,
+    product_dtype,
 )
 
 NARROW = ("float16", "bfloat16", "float32")
@@ -22,6 +24,17 @@ def test_narrow_floats_accumulate_in_float32_and_float64_in_float64(x64):
     for other in (*NARROW, "float64"):
         assert accumulation_dtype("float64", other) == jnp.float64
         assert accumulation_dtype(other, "float64") == jnp.float64
+
+
+def test_products_are_written_in_16_bits_by_one_accelerator(monkeypatch):
+    x = jnp.ones((2, 2), "bfloat16")
+    assert product_dtype(x) == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert product_dtype(x, "bfloat16") == jnp.bfloat16
+    assert product_dtype(x, "float32") == jnp.float32
+    # Several devices exchange sums.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("x",), (AxisType.Auto,))):
+        assert product_dtype(x, "bfloat16") == jnp.float32
 
 
 def normal(seed, *shape):

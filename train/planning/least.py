@@ -212,7 +212,7 @@ class Kept:
 def kept(config: ResolvedConfig) -> Kept:
     """Returns the bytes of weights and optimizer states.
 
-    Those of a subspace are in proportion to the numbers of its moments, and its bases in bfloat16.
+    States of a subspace are in proportion to the numbers of its moments; its bases are in bfloat16.
     """
     optimizer, method = config.optimizer, config.info
     same: dict[str, Any] = {"batch_size": 1, "accumulate": 1, "seq_len": 16}

@@ -277,8 +277,8 @@ def _read(inner: _Body) -> float:
             part = share
             if made.operation in ("dynamic-slice", "slice", "gather") and number == 0:
                 part *= _size(made.shape) / max(1, _size(inner[name].shape))
-            elif made.operation == "dynamic-update-slice" and number == 0:
-                part = 0.0  # Written in place.
+            elif number == 0 and _is_in_place(inner, made):
+                part = 0.0
             shares[name] = min(1.0, shares.get(name, 0.0) + part)
     return total
 
@@ -293,9 +293,16 @@ def _written(inner: _Body) -> float:
 def _size_in_place(inner: _Body, result: _Instruction) -> float:
     while result.operation == "bitcast":
         result = inner[result.operands[0]]
-    if result.operation == "dynamic-update-slice":
+    if _is_in_place(inner, result):
         return _size(inner[result.operands[1]].shape)
     return _size(result.shape)
+
+
+def _is_in_place(inner: _Body, made: _Instruction) -> bool:
+    """Returns whether an instruction changes a part of an array that the kernel gets."""
+    if made.operation != "dynamic-update-slice":
+        return False
+    return _source(inner, inner[made.operands[0]]).operation == "parameter"
 
 
 def _size(shape: str) -> float:

@@ -127,7 +127,7 @@ class OptimizerConfig:
 
 _UNUSED = {"adafactor": ("beta1", "beta2", "offload_states"), "sgd": ("beta2",)}
 """Settings that some optimizers have no use for."""
-_BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
+_BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95)}
 
 
 @dataclasses.dataclass(frozen=True)

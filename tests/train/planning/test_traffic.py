@@ -121,3 +121,22 @@ def test_attention_counts_two_products_and_five_backward():
     assert forward.operator == backward.operator == ATTENTION
     assert forward.flops == 2 * product / 2  # Half of the scores are masked.
     assert backward.flops == 5 * product
+
+
+def test_an_update_of_what_the_kernel_computes_writes_all_of_it():
+    fused = """%fused (p: bf16[4,8], z: bf16[4,1]) -> bf16[4,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %z = bf16[4,1]{1,0} parameter(1)
+  %no = s32[] constant(0)
+  %n = bf16[4,8]{1,0} negate(%p)
+  ROOT %u = bf16[4,8]{1,0} dynamic-update-slice(%n, %z, %no, %no)
+}
+
+ENTRY %main (a: bf16[4,8], b: bf16[4,1]) -> bf16[4,8] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = bf16[4,1]{1,0} parameter(1)
+  ROOT %k = bf16[4,8]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused
+}
+"""
+    (kernel,) = kernels_of(fused)
+    assert kernel.moved == 2 * LAYER + 4 * 2

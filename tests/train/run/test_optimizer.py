@@ -1,6 +1,7 @@
 """The optimizers of the programs: schedule, decay, dtypes of moments."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from tiny import decoder, gradients
 import actjax
 from actjax.optim.states.stored import is_code
 from train.run.optimizer import learning_rate_schedule, make_optimizer
-from train.settings.config import OptimizerConfig
+from train.settings.config import Optimizer, OptimizerConfig, PretrainConfig
+from train.settings.resolve import dimensions, resolve
 
 FLOAT32 = OptimizerConfig(moment_dtype="float32")
 CONFIG = dataclasses.replace(FLOAT32, learning_rate=1e-2, warmup_steps=4, weight_decay=0.0)
@@ -206,3 +208,11 @@ def test_blocks_of_eight_bit_moments_can_be_divided_over_many_devices(shape, blo
     mu, *_ = (x for x in jax.tree.leaves(state, is_leaf=is_code) if is_code(x))
     assert mu.block == block
     assert mu.scales.shape[-1] == -(-shape[-1] // block)
+
+
+@pytest.mark.parametrize("name", get_args(Optimizer))
+def test_the_settings_of_every_optimizer_are_filled_in(name):
+    config = PretrainConfig(model="llama_3m", optimizer=OptimizerConfig(optimizer=name))
+    resolved = resolve(config, dimensions(config)).optimizer
+    # They can be filled in again, as a saved run is.
+    assert dataclasses.replace(resolved) == resolved
