@@ -66,6 +66,8 @@ ROWS = {
     "pamm, one point": _row("pamm", "PointApproximation(points=1)"),
     "low_rank": _row("low_rank"),
     "subspace, d/4": _row("subspace"),
+    "subspace, d/4, equal rates": _row("subspace", scale=1.0),
+    "lean_subspace, d/4, equal rates": _row("lean_subspace", scale=1.0),
     "galore, d/4": _row("galore"),
     "lora": _adapters("lora"),
     "qlora": _adapters("qlora"),
@@ -83,7 +85,9 @@ ROWS = {
         for bits in (4, 2)
     },
 }
-"""The configurations, by name. Those of `hyc_lora` that name a level have the published codes."""
+"""The configurations, by name. Those of `hyc_lora` that name a level have the published codes.
+
+Where rates are equal, a scale of 1 gives projected weights the rate of embedding and head."""
 
 
 def _has_adapters(name: str) -> bool:

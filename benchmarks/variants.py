@@ -122,6 +122,10 @@ VARIANTS = {
     "lean, 2 bits": Variant("lean", options=codec("Quantized(2)")),
     "lean_subspace d/4": Variant("lean_subspace", 4),
     "lean_subspace d/16": Variant("lean_subspace", 16),
+    **{
+        f"{method} d/4, equal rates": Variant(method, 4, options=MethodOptions(scale=1.0))
+        for method in ("subspace", "lean_subspace")
+    },
     "random_projection d/4": Variant("random_projection", 4),
 }
 
