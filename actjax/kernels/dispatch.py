@@ -16,6 +16,7 @@ from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import primitive
 from actjax.kernels.layers import values_of
+from actjax.kernels.tail import Tail
 
 Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
@@ -128,6 +129,8 @@ class Kernel:
         to a result, and the number of this result; None if there is none.
       reads_layers: whether arguments of `pallas` may be `Layer`s of stacks.
       writes_layers: as for `primitive.Computation`; "results" if `pallas` has the argument `into`.
+      takes_tail: whether `pallas` has the argument `tail`, a `Tail` behind the first result, and
+        then returns what `Tail.on_arrays` returns in the place of this result.
     """
 
     name: str
@@ -140,6 +143,7 @@ class Kernel:
     converts: bool = False
     reads_layers: bool = False
     writes_layers: primitive.Writes = "nothing"
+    takes_tail: bool = False
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -205,13 +209,17 @@ class Kernel:
           platform: "cuda" or "tpu"; None for any other.
           chosen: result of `_chosen`.
           static: the options, as sorted items.
-          *args: pytrees of arrays.
+          *args: pytrees of arrays; the last may be a `Tail`.
           into: as for `primitive.Computation.compute`.
         """
+        args, tail = (args[:-1], args[-1]) if args and isinstance(args[-1], Tail) else (args, None)
         if chosen is None:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
         by_layer = chosen in ("pallas", "interpreted")
+        if tail is not None and not (by_layer and self.takes_tail):
+            first, *others = self.compute(platform, chosen, static, *args)
+            return tail.on_arrays(first), *others
         if not (by_layer and self.reads_layers):
             args = values_of(args)
         if module is None or (chosen == "triton" and platform != "cuda"):
@@ -223,6 +231,7 @@ class Kernel:
         interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
         by_layer = by_layer and self.writes_layers == "results"
         arrays = {"into": into} if by_layer and jax.tree.leaves(into) else {}
+        arrays |= {} if tail is None else {"tail": tail}
         return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
 
     def _module(self, implementation: Implementation) -> str | None:

@@ -51,6 +51,11 @@ class Computation(Protocol):
         ...
 
     @property
+    def takes_tail(self) -> bool:
+        """Whether the last argument may be a `Tail`."""
+        ...
+
+    @property
     def writes_layers(self) -> "Writes":
         """Which results can be written into stacks."""
         ...
@@ -198,6 +203,44 @@ def with_addend(eqn: core.JaxprEqn, addend: Any, total: Any) -> core.JaxprEqn:
     outvars = [*eqn.outvars]
     outvars[result] = total
     params = {**eqn.params, "call": dataclasses.replace(call, arguments=arguments)}
+    return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+def takes_tail(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation is a call of a kernel that can take a `Tail`."""
+    return is_kernel(eqn) and not eqn.params["call"].axes and eqn.params["call"].kernel.takes_tail
+
+
+def empty_call(kernel: Computation, like: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns a call of a kernel without arrays, which stands for nothing without a `Tail`.
+
+    Args:
+      kernel: the kernel, whose definition returns `(None,)`.
+      like: an equation with the context of the call.
+    """
+    call = _Call(kernel, None, (), jax.tree.structure(()), jax.tree.structure((None,)), ())
+    return like.replace(invars=[], outvars=[], primitive=_kernel, params={"call": call})
+
+
+def with_tail(
+    eqn: core.JaxprEqn, tail: Any, outputs: Sequence[Any], sums: Sequence[Any]
+) -> core.JaxprEqn:
+    """Returns the call with a `Tail` behind its first result.
+
+    Args:
+      eqn: the call.
+      tail: the `Tail`, with variables in the place of arrays.
+      outputs: variables of its outputs.
+      sums: variables of its sums of squares.
+    """
+    call: _Call = eqn.params["call"]
+    args = jax.tree.unflatten(call.arguments, eqn.invars)
+    invars, arguments = jax.tree.flatten((*args, tail))
+    _, *others = jax.tree.unflatten(call.returned, eqn.outvars)
+    outvars, returned = jax.tree.flatten((([*outputs], [*sums]), *others))
+    known = tuple((x.aval.shape, x.aval.dtype) for x in outvars)
+    new = dataclasses.replace(call, arguments=arguments, returned=returned, results=known)
+    params = {**eqn.params, "call": new}
     return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 

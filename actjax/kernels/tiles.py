@@ -8,13 +8,15 @@ Triton requires.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from actjax.kernels.tail import OnBlocks, Tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,30 @@ def store(ref: Any, row: Any, column: Any, value: jax.Array, mask: Any) -> None:
     place = ref.at[jnp.broadcast_to(row, shape), jnp.broadcast_to(column, shape)]
     value = jnp.broadcast_to(value, shape).astype(ref.dtype)
     plgpu.store(place, value, mask=None if mask is None else jnp.broadcast_to(mask, shape))
+
+
+def run_tail(
+    tail: Tail, operands: Sequence[Any], results: Sequence[Any], part: Part, first: Any
+) -> None:
+    """Runs a tail in a program whose part has groups that are not cut.
+
+    Args:
+      tail: the tail.
+      operands: references to its operands.
+      results: references to its results.
+      part: the part.
+      first: numbers of the result of the kernel; None for none.
+    """
+    block = OnBlocks(tail, operands, results)
+    row, column, mask = part.token, part.feature(0), part.exists(0)
+    block.run(
+        *(first, row, column, mask),
+        lambda ref: load(ref, row, column, mask),
+        lambda ref, value: store(ref, row, column, value, mask),
+    )
+    zero = jnp.zeros((1, 1, 1), jnp.int32)
+    program = zero + pl.program_id(0)
+    block.finish(lambda ref, total: store(ref, program, zero, total, None))
 
 
 def _iota(size: int, axis: int) -> jax.Array:

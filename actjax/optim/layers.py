@@ -212,24 +212,3 @@ def densify(gradient: Any) -> Any:
     return jax.tree.map(
         lambda g: g.dense() if isinstance(g, LowRank) else g, gradient, is_leaf=is_low_rank
     )
-
-
-_SAMPLED = 16
-"""`square_norm` reads one of this many rows of a large matrix."""
-
-
-def square_norm(tree: Any) -> jax.Array:
-    """Returns the sum of squares of all arrays, in float32.
-
-    The sum of a matrix with 1,024 rows or more is estimated from every sixteenth row: XLA for GPUs
-    would read all updates and weights again for this number (7 GB in a step of `llama_1b`).
-    """
-    return sum(map(_sum_of_squares, jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    rows = x.shape[-2] if x.ndim > 1 else 0
-    factor = _SAMPLED if rows >= 1024 and rows % _SAMPLED == 0 else 1
-    if factor > 1:
-        x = x.reshape(*x.shape[:-2], -1, factor, x.shape[-1])[..., 0, :]
-    return factor * jnp.sum(jnp.square(x.astype(jnp.float32)))

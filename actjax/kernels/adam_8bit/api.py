@@ -76,4 +76,5 @@ KERNEL = Kernel(
     converts=True,
     reads_layers=True,
     writes_layers="operands",
+    takes_tail=True,
 )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
 from actjax.kernels.layer_call import pallas_call, result_like
 from actjax.kernels.layers import Scaled, scaled, split_scaled
+from actjax.kernels.tail import Tail
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""
@@ -48,40 +49,58 @@ def adam_8bit(
     b2: float,
     eps: float,
     eps_root: float,
+    tail: Tail | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, Blockwise, Blockwise]:
-    """As `actjax.kernels.adam_8bit.api.adam_8bit`; a `Layer` is written in its place."""
+) -> tuple[Any, Blockwise, Blockwise]:
+    """As `actjax.kernels.adam_8bit.api.adam_8bit`; a `Layer` is written in its place.
+
+    With a tail its results are in the place of the update.
+    """
     tokens = math.prod(grad.shape[:-1])
     # A block ends with its row; a shorter last block is processed by itself.
     grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
 
     whole, factors = split_scaled(grad)
+    arrays = [operands.rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
+    others = [] if tail is None else tail.operands(operands.rows)
+    shapes = [result_like(x) for x in arrays[1:]]
+    if tail is None:
+        shapes.append(jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32))
+    else:
+        shapes += tail.results(others, *grid.programs)
 
     def kernel(*refs: Any) -> None:
         factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
-        body = functools.partial(_update, refs, factor, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-        grid.run(lambda cut: body(cut(1)))
+        end, first = 6 + len(others), 10 + len(others)
 
-    arrays = [operands.rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
-    shapes = [result_like(x) for x in arrays]
-    shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
-    update, *moments = pallas_call(
+        def write(part: tiles.Part, update: jax.Array) -> None:
+            if tail is not None:
+                tiles.run_tail(tail, refs[6:end], refs[first:], part, update)
+            else:
+                tiles.store(refs[first], part.token, part.feature(0), update, part.exists(0))
+
+        run = functools.partial(_update, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+        grid.run(lambda cut: run((*refs[:6], *refs[end:first]), factor, write, cut(1)))
+
+    results = pallas_call(
         kernel,
         grid=grid.programs,
         out_shape=tuple(shapes),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_adam_8bit",
-    )(*factors, *arrays, corrections)
-    shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in moments]
+    )(*factors, *arrays, corrections, *others)
+    shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in results[:4]]
     new_mu = dataclasses.replace(mu, codes=shaped[0], scales=shaped[1])
     new_nu = dataclasses.replace(nu, codes=shaped[2], scales=shaped[3])
-    return update.reshape(grad.shape), new_mu, new_nu
+    update = results[4].reshape(grad.shape) if tail is None else tail.finished(results[4:])
+    return update, new_mu, new_nu
 
 
 def _update(
     refs: Sequence[Any],
     factor: Any,
+    write: Callable[[tiles.Part, jax.Array], None],
     part: tiles.Part,
     *,
     b1: float,
@@ -89,9 +108,19 @@ def _update(
     eps: float,
     eps_root: float,
 ) -> None:
-    """Updates the moments of a part, and writes its update; `factor` is as in `Scaled`, or None."""
-    grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *outputs = refs
-    update_ref, *new_refs = outputs
+    """Updates a part.
+
+    Args:
+      refs: references to the gradient, the moments, the corrections, and the new moments.
+      factor: as in `Scaled`; None for none.
+      write: takes the part and its update.
+      part: the part.
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to the root.
+      eps_root: added under the root.
+    """
+    grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *new_refs = refs
     place, mask = (part.token, part.feature(0)), part.exists(0)
     block, blocks_exist = (part.token, part.first + part.group), part.groups_exist()
 
@@ -106,7 +135,7 @@ def _update(
     second = second + np.float32(1 - b2) * (g * g)
     root = jnp.sqrt(second * (1 / corrections_ref[1]) + np.float32(eps_root))
     update = first * (1 / corrections_ref[0]) / (root + np.float32(eps))
-    tiles.store(update_ref, *place, update, mask)
+    write(part, update)
     for value, unsigned, codes, scales in (
         (first, False, *new_refs[:2]),
         (second, True, *new_refs[2:]),

@@ -27,7 +27,6 @@ from actjax.optim.layers import (
     put,
     split,
     split_gradient,
-    square_norm,
     take,
 )
 from actjax.optim.projected.subspace import Subspace, SubspaceState, SubspaceTransformation
@@ -36,6 +35,7 @@ from actjax.optim.states.host_states import read_before_writing
 from actjax.optim.stepping import in_place
 from actjax.optim.stepping.pieces import count_pieces, cut, filled, only, plan_pieces, without
 from actjax.optim.stepping.pieces import stacked as cut_into
+from actjax.optim.stepping.square_norm import square_norm
 
 
 def init(
@@ -394,5 +394,4 @@ def update_one(
     else:
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    squares = map(square_norm, jax.tree.leaves(updates))
-    return params, state, sum(squares, jnp.zeros((), jnp.float32))
+    return params, state, square_norm(updates)

@@ -20,6 +20,7 @@ from actjax.kernels import primitive
 from actjax.kernels.layers import Layer, value_of
 from actjax.optim.layers import put
 from actjax.optim.stepping.fusion import Gradients, with_sums
+from actjax.optim.stepping.tails import with_tails
 from actjax.residuals.graph.equations import context_of, run_equation
 from actjax.residuals.graph.programs import inlined, run_inlined
 
@@ -44,9 +45,9 @@ def update(
       *args: further arguments.
     """
     shapes = jax.tree.map(_shape_of_layer, (stacks, read))
-    program, (_, others) = _traced(fun, *shapes, *args)
-    layers = [Layer(x, index) for x in jax.tree.leaves((stacks, read))]
     written, treedef = jax.tree.flatten(stacks)
+    program, (_, others) = _traced(fun, *shapes, *args, written=len(written))
+    layers = [Layer(x, index) for x in jax.tree.leaves((stacks, read))]
     places = [*layers[: len(written)], *(None for _ in jax.tree.leaves(others))]
     results = _run(program, [*layers, *jax.tree.leaves(args)], places)
     new = [_written(at, y) for at, y in zip(layers, results[: len(written)], strict=False)]
@@ -95,11 +96,22 @@ def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _traced(fun: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Returns the program of `fun(*args)` without calls, and the shapes of its results."""
+def _traced(
+    fun: Callable[..., Any], *args: Any, written: int = 0
+) -> tuple[core.ClosedJaxpr, Any]:
+    """Returns the program of `fun(*args)` without calls, and the shapes of its results.
+
+    Args:
+      fun: the function.
+      *args: its arguments.
+      written: number of the leading arrays whose places the leading results take.
+    """
     traced, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = inlined(traced, remat=True)
-    return core.ClosedJaxpr(with_sums(program.jaxpr), program.consts), shapes
+    jaxpr = with_sums(program.jaxpr)
+    pairs = zip(jaxpr.outvars[:written], jaxpr.invars[:written], strict=True)
+    jaxpr = with_tails(jaxpr, {y: x for y, x in pairs if isinstance(y, core.Var)})
+    return core.ClosedJaxpr(jaxpr, program.consts), shapes
 
 
 def _run(

@@ -1,0 +1,1 @@
+"""A chain of element-wise operations as one kernel."""

@@ -1,0 +1,216 @@
+"""Element-wise operations behind a kernel that the kernel does itself, on numbers in registers.
+
+The update of a weight is a chain of operations on arrays of one shape: clipping, moments, weight
+decay, learning rate, rounding. A kernel that runs a part of the chain takes the operations that
+follow as a `Tail`, so that nothing in between is written to memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from actjax.kernels.layer_call import Result, result_like
+from actjax.kernels.layers import Layer, value_of
+
+OPERATIONS = frozenset(
+    "abs add add_any and bitcast_convert_type ceil clamp convert_element_type copy div eq erf_inv"
+    " exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg"
+    " not or pow rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt"
+    " square stop_gradient sub tanh xor".split()
+)
+"""Names of operations that compute each number of the result from one number of each operand, and
+that Triton has."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise:
+    """A program of `OPERATIONS` on matrices of one shape and on scalars.
+
+    Others that it may have: positions (`iota`), copies of scalars, and slices of the first rows and
+    columns, each of which is padded to the whole shape again.
+
+    Attributes:
+      eqns: the operations, in order.
+      inputs: variables of the result of a kernel, if `has_first`, of matrices, and of scalars.
+      outputs: variables of matrices, of which the last are squared and added up.
+      has_first: whether the first input is the result of a kernel.
+      matrices: number of the matrices among the inputs.
+      replaced: for each output before those that are squared, the number of the input matrix that
+        it replaces; None for a new matrix.
+      strides: for each output that is squared: every so many rows are read.
+    """
+
+    eqns: tuple[core.JaxprEqn, ...]
+    inputs: tuple[core.Var, ...]
+    outputs: tuple[core.Var, ...]
+    has_first: bool
+    matrices: int
+    replaced: tuple[int | None, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices."""
+        return self.outputs[0].aval.shape
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The outputs before those that are squared."""
+        outputs = self.outputs[: len(self.replaced)]
+        return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in outputs]
+
+    def run(self, inputs: Sequence[Any], row: Any, column: Any) -> list[jax.Array]:
+        """Returns the outputs for some numbers of the matrices.
+
+        Args:
+          inputs: numbers of the matrices, and scalars.
+          row: rows of the numbers.
+          column: their columns.
+        """
+        values = dict(zip(self.inputs, inputs, strict=True))
+        shape = jnp.broadcast_shapes(row.shape, column.shape)
+
+        def value(x: Any, whole: bool) -> Any:
+            known = x.val if isinstance(x, core.Literal) else values[x]
+            # An operation needs operands of one shape.
+            return jnp.broadcast_to(jnp.asarray(known, x.aval.dtype), shape) if whole else known
+
+        for eqn in self.eqns:
+            (result,) = eqn.outvars
+            whole = result.aval.shape == self.shape
+            if eqn.primitive.name == "iota":
+                number = (row, column)[eqn.params["dimension"]]
+                values[result] = jnp.broadcast_to(number, shape).astype(result.aval.dtype)
+            elif eqn.primitive.name in ("broadcast_in_dim", "slice"):
+                values[result] = value(eqn.invars[0], True)
+            elif eqn.primitive.name == "pad":
+                x, fill = eqn.invars
+                rows, columns = x.aval.shape
+                kept = jnp.broadcast_to((row < rows) & (column < columns), shape)
+                values[result] = jnp.where(kept, value(x, True), value(fill, True))
+            else:
+                arguments = [value(x, whole) for x in eqn.invars]
+                values[result] = eqn.primitive.bind(*arguments, **eqn.params)
+        return [value(x, True) for x in self.outputs]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """An `Elementwise` program with its inputs.
+
+    Attributes:
+      matrices: arrays [d, n], or `Layer`s.
+      scalars: arrays [].
+      program: the operations.
+    """
+
+    matrices: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    program: Elementwise = dataclasses.field(metadata={"static": True})
+
+    def on_arrays(self, first: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the outputs, and the sums of squares, for the whole result of a kernel.
+
+        Args:
+          first: the result; None for none.
+        """
+        rows, columns = self.program.shape
+        row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
+        firsts = [first] if self.program.has_first else []
+        inputs = [*firsts, *map(value_of, self.matrices), *self.scalars]
+        outputs = self.program.run(inputs, row, column)
+        count = len(self.program.replaced)
+        squared = zip(outputs[count:], self.program.strides, strict=True)
+        return outputs[:count], [stride * jnp.sum(jnp.square(x[::stride])) for x, stride in squared]
+
+    def operands(self, form: Callable[[Any], Any]) -> list[Any]:
+        """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
+        return [*map(form, self.matrices), *(x.reshape(1) for x in self.scalars)]
+
+    def results(self, matrices: Sequence[Any], programs: int) -> list[Result]:
+        """Returns the results of a kernel: the outputs, and sums of squares of each program.
+
+        Args:
+          matrices: the operands that are matrices.
+          programs: number of programs of the kernel.
+        """
+        pairs = zip(self.program.replaced, self.program.shapes, strict=True)
+        outputs = [like if i is None else result_like(matrices[i]) for i, like in pairs]
+        sums = [jax.ShapeDtypeStruct((programs, 1), jnp.float32) for _ in self.program.strides]
+        return [*outputs, *sums]
+
+    def finished(self, results: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
+        """Returns what `on_arrays` returns, from the results of a kernel."""
+        count = len(self.program.replaced)
+        sums = zip(results[count:], self.program.strides, strict=True)
+        outputs = [
+            x if isinstance(x, Layer) else x.reshape(self.program.shape) for x in results[:count]
+        ]
+        return outputs, [stride * jnp.sum(x) for x, stride in sums]
+
+
+@dataclasses.dataclass
+class OnBlocks:
+    """A `Tail` within a kernel, which runs on one block of numbers after the other.
+
+    Attributes:
+      tail: the tail.
+      operands: references to its operands.
+      results: references to its results.
+    """
+
+    tail: Tail
+    operands: Sequence[Any]
+    results: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        """Begins with sums of zero."""
+        self._sums: list[Any] = [np.float32(0) for _ in self.tail.program.strides]
+
+    def run(
+        self,
+        first: Any,
+        row: Any,
+        column: Any,
+        mask: Any,
+        load: Callable[[Any], jax.Array],
+        store: Callable[[Any, jax.Array], None],
+    ) -> None:
+        """Runs on one block.
+
+        Args:
+          first: numbers of the result of the kernel; None for none.
+          row: their rows.
+          column: their columns.
+          mask: which of them exist; None for all.
+          load: returns the numbers at these places of an operand.
+          store: writes them to a result.
+        """
+        program, count = self.tail.program, len(self.tail.program.replaced)
+        firsts = [first] if program.has_first else []
+        scalars = [x[0] for x in self.operands[program.matrices :]]
+        inputs = [*firsts, *map(load, self.operands[: program.matrices]), *scalars]
+        outputs = program.run(inputs, row, column)
+        for ref, x in zip(self.results[:count], outputs[:count], strict=True):
+            store(ref, x)
+        for i, stride in enumerate(program.strides):
+            square = jnp.square(outputs[count + i].astype(jnp.float32))
+            is_read = jnp.broadcast_to(row % stride == 0, square.shape)
+            is_read = is_read if mask is None else is_read & mask
+            self._sums[i] += jnp.sum(jnp.where(is_read, square, np.float32(0)), keepdims=True)
+
+    def finish(self, store: Callable[[Any, Any], None]) -> None:
+        """Writes the sums, after the last block.
+
+        Args:
+          store: writes a sum, [1, 1, 1], to a result.
+        """
+        refs = self.results[len(self.tail.program.replaced) :]
+        for ref, total in zip(refs, self._sums, strict=True):
+            store(ref, total)
