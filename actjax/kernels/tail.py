@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from actjax.kernels.layer_call import Result, result_like
-from actjax.kernels.layers import Layer, value_of
+from actjax.kernels.layers import value_of
 
 OPERATIONS = frozenset(
     "abs add add_any and bitcast_convert_type ceil clamp convert_element_type copy div eq erf_inv"
@@ -127,7 +127,8 @@ class Tail:
         outputs = self.program.run(inputs, row, column)
         count = len(self.program.replaced)
         squared = zip(outputs[count:], self.program.strides, strict=True)
-        return outputs[:count], [stride * jnp.sum(jnp.square(x[::stride])) for x, stride in squared]
+        sums = [n * jnp.sum(jnp.square(x[::n].astype(jnp.float32))) for x, n in squared]
+        return outputs[:count], sums
 
     def operands(self, form: Callable[[Any], Any]) -> list[Any]:
         """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
@@ -149,9 +150,7 @@ class Tail:
         """Returns what `on_arrays` returns, from the results of a kernel."""
         count = len(self.program.replaced)
         sums = zip(results[count:], self.program.strides, strict=True)
-        outputs = [
-            x if isinstance(x, Layer) else x.reshape(self.program.shape) for x in results[:count]
-        ]
+        outputs = [x.reshape(*self.program.shape) for x in results[:count]]
         return outputs, [stride * jnp.sum(x) for x, stride in sums]
 
 

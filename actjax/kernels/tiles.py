@@ -143,6 +143,11 @@ def run_tail(
         lambda ref: load(ref, row, column, mask),
         lambda ref, value: store(ref, row, column, value, mask),
     )
+    finish_tail(block)
+
+
+def finish_tail(block: OnBlocks) -> None:
+    """Writes the sums of a tail, after the last block of a program."""
     zero = jnp.zeros((1, 1, 1), jnp.int32)
     program = zero + pl.program_id(0)
     block.finish(lambda ref, total: store(ref, program, zero, total, None))

@@ -122,6 +122,7 @@ KERNEL = Kernel(
     converts=True,
     reads_layers=True,
     writes_layers="operands",
+    takes_tail=True,
 )
 """From `grad`, `mu`, `nu`, the largest magnitudes of rows and columns of the new `mu` and of the
 new `nu`, and `corrections`, with the options of `adam_4bit`, to its results."""

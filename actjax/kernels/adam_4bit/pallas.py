@@ -1,7 +1,7 @@
 """`adam_4bit` in two passes: moments are decoded, updated and encoded in registers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from actjax.formats.four_bit import (
 from actjax.kernels.adam_4bit.reference import TILE
 from actjax.kernels.layer_call import pallas_call, result_like
 from actjax.kernels.layers import Scaled, scaled, split_scaled
-from actjax.kernels.tiles import both
+from actjax.kernels.tail import OnBlocks, Tail
+from actjax.kernels.tiles import both, finish_tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,15 @@ class _Tile:
     def store(self, ref: Any, row: Any, column: Any, mask: Any, value: jax.Array) -> None:
         place, mask = self._place(ref, row, column, mask)
         plgpu.store(place, value.astype(ref.dtype), mask=mask)
+
+    def run(self, block: OnBlocks, half: int, update: jax.Array) -> None:
+        """Runs a tail on the update of a half of the bytes."""
+        row, column, mask = self.number(half)
+        block.run(
+            *(update, row, column, mask),
+            lambda ref: self.load(ref, row, column, mask),
+            lambda ref, value: self.store(ref, row, column, mask, value),
+        )
 
     def _place(self, ref: Any, row: Any, column: Any, mask: Any) -> tuple[Any, Any]:
         shape = jnp.broadcast_shapes(row.shape, column.shape)
@@ -180,10 +190,14 @@ def adam_4bit(
     nu_columns: jax.Array,
     corrections: jax.Array,
     *,
+    tail: Tail | None = None,
     interpret: bool = False,
     **hyper: float,
-) -> tuple[jax.Array, SignedFourBit, RankOneFourBit]:
-    """As `actjax.kernels.adam_4bit.reference.adam_4bit`; a `Layer` is written in its place."""
+) -> tuple[Any, SignedFourBit, RankOneFourBit]:
+    """As `actjax.kernels.adam_4bit.reference.adam_4bit`; a `Layer` is written in its place.
+
+    With a tail its results are in the place of the update.
+    """
     *stack, d, n = grad.shape
     tile_groups = max(1, min(_NUMBERS // mu.group, pl.next_power_of_2(pl.cdiv(n, mu.group)), 4))
     tile_rows = _NUMBERS // (tile_groups * mu.group)
@@ -193,31 +207,47 @@ def adam_4bit(
     arrays = [*map(_matrices, (whole, *_of_first(mu), *_of_second(nu), *new_scales))]
     count = arrays[0].shape[0]
     stochastic = mu.stochastic, nu.stochastic
+    others = [] if tail is None else tail.operands(_matrices)
     # The codes of both, and the scales of groups.
-    shapes = [result_like(arrays[i]) for i in (0, 1, 2, 5)]
-    shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
+    shapes = [result_like(arrays[i]) for i in (1, 2, 5)]
+    if tail is None:
+        shapes.append(jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32))
+    else:
+        shapes += tail.results(others, count * steps * tiles)
 
     def kernel(*refs: Any) -> None:
         factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
+        end, first = 13 + len(others), 16 + len(others)
         program = pl.program_id(0)
         matrix, step, place = program // (tiles * steps), program // tiles % steps, program % tiles
         tile = _tile(matrix, step, place, (d, n), mu.group, tile_rows, tile_groups)
-        _update(refs, factor, tile, stochastic, **hyper)
+        block = None if tail is None else OnBlocks(tail, refs[13:end], refs[first:])
 
-    update, *codes = pallas_call(
+        def write(half: int, update: jax.Array) -> None:
+            if block is None:
+                tile.store(refs[first], *tile.number(half), update)
+            else:
+                tile.run(block, half, update)
+
+        _update((*refs[:13], *refs[end:first]), factor, write, tile, stochastic, **hyper)
+        if block is not None:
+            finish_tail(block)
+
+    results = pallas_call(
         kernel,
         grid=(count * steps * tiles,),
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit",
-    )(*factors, *arrays, corrections)
-    mu_codes, scales, nu_codes = (x.reshape(*stack, *x.shape[1:]) for x in codes)
+    )(*factors, *arrays, corrections, *others)
+    mu_codes, scales, nu_codes = (x.reshape(*stack, *x.shape[1:]) for x in results[:3])
     new_mu = dataclasses.replace(
         mu, codes=mu_codes, scales=scales, rows=mu_rows, columns=mu_columns
     )
     new_nu = dataclasses.replace(nu, codes=nu_codes, rows=nu_rows, columns=nu_columns)
-    return update.reshape(grad.shape), new_mu, new_nu
+    update = results[3].reshape(grad.shape) if tail is None else tail.finished(results[3:])
+    return update, new_mu, new_nu
 
 
 _NUMBERS = 2048
@@ -225,13 +255,13 @@ _NUMBERS = 2048
 
 
 def _update(
-    refs: Sequence[Any], factor: Any, tile: _Tile, stochastic: tuple[bool, bool], *,
-    b1: float, b2: float, eps: float, eps_root: float,
+    refs: Sequence[Any], factor: Any, write: Callable[[int, jax.Array], None], tile: _Tile,
+    stochastic: tuple[bool, bool], *, b1: float, b2: float, eps: float, eps_root: float,
 ) -> None:  # fmt: skip
-    """Updates the moments of a tile, and writes its update."""
+    """Updates the moments of a tile; `write` takes the update of a half of the bytes."""
     grad_ref, moments, corrections_ref = refs[0], _Moments(refs[1:8], tile), refs[12]
     mu_rows_ref, mu_columns_ref, nu_rows_ref, nu_columns_ref = refs[8:12]
-    update_ref, new_mu_ref, new_scales_ref, new_nu_ref = refs[13:]
+    new_mu_ref, new_scales_ref, new_nu_ref = refs[13:]
     mu_row, nu_row = (
         inverse_of(tile.load(ref, *tile.of_row())) for ref in (mu_rows_ref, nu_rows_ref)
     )
@@ -242,7 +272,7 @@ def _update(
         g = _gradient(tile, grad_ref, factor, half)
         first, second = moments.first(g, half, b1), moments.second(g, half, b2)
         root = jnp.sqrt(second * second_factor + np.float32(eps_root))
-        tile.store(update_ref, *place, first * first_factor / (root + np.float32(eps)))
+        write(half, first * first_factor / (root + np.float32(eps)))
         mu_column, nu_column = (
             inverse_of(tile.load(ref, *tile.of_column(half)))
             for ref in (mu_columns_ref, nu_columns_ref)
