@@ -11,6 +11,7 @@ from models.block import Block, Keys, Positions
 from models.config import ModelConfig
 from models.storage import (
     BLOCK_INPUT,
+    REBUILT,
     SITES,
     CompressedResiduals,
     Remat,
@@ -45,15 +46,10 @@ def _plain(config: ModelConfig, storage: Storage, *, chunked: bool = False) -> L
     return run
 
 
-_RECOMPUTED = Storage(attention_in=None, mlp_in=None, mlp_out=None)
-"""The storage of the second forward pass of a block: no array that elementwise operations can
-rebuild."""
-
-
 def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
     """Returns the function of one layer that runs again in the backward pass."""
     is_full = storage.policy == "full"
-    run = _plain(config, _RECOMPUTED if is_full else Storage(), chunked=is_full)
+    run = _plain(config, REBUILT if is_full else Storage(), chunked=is_full)
     if isinstance(storage.codec, actjax.Exact):
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         policy = dots if storage.policy == "dots" else None

@@ -104,6 +104,10 @@ class Storage(_StorageChoice):
             self._check_codec(site, or_none=site in LINEAR_INPUTS)
 
 
+REBUILT = Storage(attention_in=None, mlp_in=None, mlp_out=None)
+"""Everything exact, and nothing stored that element-wise operations rebuild."""
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codec"], meta_fields=["policy"])
 @dataclasses.dataclass(frozen=True)
 class Remat(_StorageChoice):

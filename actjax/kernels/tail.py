@@ -17,12 +17,13 @@ from jax.extend import core
 from actjax.kernels.layer_call import Result, result_like
 from actjax.kernels.layers import value_of
 
-OPERATIONS = frozenset(
-    "abs add add_any and bitcast_convert_type ceil clamp convert_element_type copy div eq erf_inv"
-    " exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg"
-    " not or pow rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt"
-    " square stop_gradient sub tanh xor".split()
-)
+OPERATIONS = {
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp",
+    "convert_element_type", "div", "eq", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor",
+}  # fmt: skip
 """Names of operations that compute each number of the result from one number of each operand, and
 that Triton has."""
 

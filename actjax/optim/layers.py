@@ -138,7 +138,8 @@ def split_gradient(gradient: Any, params: Any, layers: Callable[[Any], Any]) -> 
 
 def merge(stacked: Any, rest: Any, params: Any) -> Any:
     """Inverse of `split`, in the structure of `params`."""
-    columns = (jax.tree.leaves(x, is_leaf=lambda y: y is None) for x in (stacked, rest, params))
+    trees = stacked, rest, params
+    columns = (jax.tree.leaves(x, is_leaf=lambda y: y is None or is_low_rank(y)) for x in trees)
     # A parameter that is `None`, such as an absent bias, is not a leaf of `params`.
     leaves = [a if b is None else b for a, b, w in zip(*columns, strict=True) if w is not None]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

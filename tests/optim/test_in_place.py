@@ -125,7 +125,9 @@ def test_kernels_get_the_stacks(choose):
 
 def masked(tx):
     """Sets updates to zero beyond 60 of 64 rows, as `models.padding.keeps_padding` does."""
-    cut = optax.stateless(lambda updates, _: jax.tree.map(lambda u: zero_beyond(60, u, -2), updates))
+    cut = optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: zero_beyond(60, u, -2), updates)
+    )
     return optax.chain(tx, cut)
 
 
@@ -136,7 +138,9 @@ TRANSFORMS = {
     "adamw": optim.stochastic_rounding(ADAMW),
     "adamw, to nearest": ADAMW,
     "adamw, masked": optim.stochastic_rounding(masked(ADAMW)),
-    "8 bits, masked": optim.stochastic_rounding(masked(optim.scale_by_adam_8bit(block=32, min_size=1))),
+    "8 bits, masked": optim.stochastic_rounding(
+        masked(optim.scale_by_adam_8bit(block=32, min_size=1))
+    ),
     "lion": optim.stochastic_rounding(optax.lion(0.05)),
     "sgd": optax.sgd(0.05, momentum=0.9, nesterov=True),
     "lamb, which reads norms of updates": optim.stochastic_rounding(optax.lamb(0.05)),

@@ -1,6 +1,7 @@
 """The steps of a run as pure functions of arrays, and the state that they change."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import actjax
+from actjax.optim.stepping import in_place
+from actjax.optim.stepping.gradients import value_and_grad
+from actjax.optim.stepping.passes import Layered
 from models import Decoder, Storage
 from models.block import Positions
 from models.layers import layer_function, layer_keys
@@ -180,11 +184,14 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
       state: holds the bases in which inputs are stored between refreshes.
       refresh: whether inputs are stored so that new bases can be taken from the gradient.
     """
-    bases = None
+    config, bases = recipe.config, None
+    is_plain = config.lora is None and recipe.subspace is None and config.accumulate == 1
+    if is_plain and in_place.applies(state.model):
+        return functools.partial(_by_layer, recipe)
     if recipe.subspace is not None and not refresh:
         bases = recipe.subspace.bases(state.optimizer)
-    loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
-    loss_and_grad, count = actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate
+    loss = loss_function(config, recipe.storage, config.lora)
+    loss_and_grad, count = actjax.value_and_grad(loss, bases=bases), config.accumulate
     if count == 1:
         return loss_and_grad
 
@@ -201,7 +208,32 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
     return accumulated
 
 
+def _by_layer(
+    recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array, context: Context
+) -> tuple[jax.Array, Any]:
+    """Returns loss and gradient, from loops over the layers in which kernels work in place."""
+    layered, scale = _layered(recipe), context.loss_scale
+
+    def after(model: Decoder, x: jax.Array, inputs: dict[str, Any]) -> jax.Array:
+        loss = layered.after(model, x, inputs)
+        return loss if scale is None else loss * scale
+
+    inputs, keys, _ = _micro_batches(recipe.config, batch, key)
+    return value_and_grad(dataclasses.replace(layered, after=after), model, inputs, keys)
+
+
 def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
+    config, model = recipe.config, _layered(recipe)
+    return actjax.optim.in_backward(
+        *(model.before, model.layer, model.after, recipe.optimizer),
+        clip=config.optimizer.clip,
+        fetch=fetch_first,
+        accumulate=config.accumulate,
+    )
+
+
+def _layered(recipe: Recipe) -> Layered:
+    """Returns the functions of the model. `inputs` are those of `_micro_batches`."""
     config = recipe.config
     run_layer = layer_function(recipe.config.model_config, recipe.storage)
 
@@ -214,12 +246,7 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
     def after(model: Decoder, x: jax.Array, inputs: dict[str, Any]) -> jax.Array:
         return loss_after(config, model, x, inputs["batch"])
 
-    return actjax.optim.in_backward(
-        *(before, layer, after, recipe.optimizer),
-        clip=config.optimizer.clip,
-        fetch=fetch_first,
-        accumulate=config.accumulate,
-    )
+    return Layered(before, layer, after, lambda model: model.layers, config.accumulate)
 
 
 def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:

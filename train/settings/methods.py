@@ -16,7 +16,7 @@ from actjax import (
 from actjax.formats.packing import BITS as CODE_BITS
 from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
-from models.storage import LINEAR_INPUTS, SITES
+from models.storage import LINEAR_INPUTS, REBUILT, SITES
 from train.settings.codecs import codec_at, fix_bits, read_codecs
 from train.settings.messages import check_known
 from train.settings.options import RENAMED, MethodOptions
@@ -227,7 +227,7 @@ def coordinate_bits(o: MethodOptions) -> int:
 
 
 def _exact_or_remat(o: MethodOptions) -> StorageChoice:
-    return Remat() if o.remat else Storage()
+    return Remat() if o.remat else REBUILT
 
 
 def _calibrated(o: MethodOptions) -> StorageChoice:
@@ -262,7 +262,7 @@ GALORE_BETA2 = 0.999
 """The decay of the second moment in the experiments of GaLore: the default of Adam."""
 
 METHODS: dict[str, Method] = {
-    "exact": Method("every input stored exactly: exact gradients", lambda _: Storage()),
+    "exact": Method("everything stored exactly: exact gradients", lambda _: REBUILT),
     "remat": Method(
         "jax.checkpoint on each block: exact gradients, 25% more matmul operations",
         lambda o: Remat(codec=_placed(Exact(), o)),
@@ -289,7 +289,7 @@ METHODS: dict[str, Method] = {
     ),
     "galore": Method(
         "moments in a subspace, dense exact gradients (GaLore)",
-        lambda _: Storage(),
+        lambda _: REBUILT,
         subspace=Subspace(side="smaller"),
         for_comparison=True,
         published_ranks=True,

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.interpreters import partial_eval
 
 from actjax._core.paths import named_leaves
 from actjax._host import fetched
-from actjax.accumulate import sum_gradients
 from actjax.codecs.base import check_positive_integer
 from actjax.factored.taps import Bases
 from actjax.optim.checks import check_callable, check_transform
@@ -46,8 +44,8 @@ from actjax.optim.stepping.apply import (
 )
 from actjax.optim.stepping.apply import init as init_layerwise
 from actjax.optim.stepping.clipping import Clipping, PartNorms, followed, squared_norm
-from actjax.optim.stepping.layer_vjp import LayerVjp, shape_structs
-from actjax.optim.stepping.pieces import filled, without
+from actjax.optim.stepping.passes import Layered, Passes, Residuals, sum_of_parts
+from actjax.optim.stepping.pieces import without
 
 
 class InBackwardState(NamedTuple):
@@ -96,6 +94,11 @@ class InBackward:
             check_callable("fetch", self.fetch)
         if not isinstance(self.clip, numbers.Real) or not self.clip > 0:
             raise ValueError(f"`clip` of in_backward must be a number above 0, got {self.clip!r}.")
+
+    @property
+    def model(self) -> Layered:
+        """The functions of the model."""
+        return Layered(self.before, self.layer, self.after, self.layers, self.accumulate)
 
     def init(self, params: Any) -> InBackwardState:
         """Returns the state before the first step."""
@@ -257,21 +260,6 @@ def in_backward(
     return InBackward(before, layer, after, tx, layers, clip, fetch, accumulate)
 
 
-class _Residuals(NamedTuple):
-    """Results of the forward pass that the backward pass reads.
-
-    Attributes:
-      dx: cotangent of the output of the last layer.
-      layers: residuals of the layers, stacked.
-      before: the VJP of `before`; None with several micro-batches, for each of which it might hold
-        a copy of the weights.
-    """
-
-    dx: Any
-    layers: Any
-    before: Any
-
-
 class _Outside(NamedTuple):
     """Parameters outside the layers, of which some large matrices may have been updated.
 
@@ -325,31 +313,19 @@ class _Step:
           refresh: whether to take new bases.
         """
         self._settings, self._tx, self._optimizer = settings, settings.tx, state.optimizer
-        self._inputs, self._per_layer, self._weights = batch
+        self._passes, self._per_layer = Passes(settings.model, *batch), batch[1]
         self._refresh, self._clipping = refresh, Clipping(settings.clip)
         self._count = state.typical.size - 2
         # A norm that is not finite predicts nothing about this gradient.
         self._typical = jnp.where(jnp.isfinite(state.typical), state.typical, 0)
-        self._layer = LayerVjp(lambda p, x, i, s: settings.layer(settings.layers(p), x, i, s))
 
-    def forward(self, stacked: Any, rest: Any) -> tuple[jax.Array, Any, _Residuals]:
+    def forward(self, stacked: Any, rest: Any) -> tuple[jax.Array, Any, Residuals]:
         """Returns the loss, the gradient of `after`, and the residuals."""
-        bases = self._bases_of(self._optimizer.layers)
+        return self._passes.forward(stacked, rest, self._bases_of(self._optimizer.layers))
 
-        def run(batch: Any) -> tuple[Any, _Residuals]:
-            inputs, per_layer, weight = batch
-            x, before = _differentiated(lambda p: self._settings.before(p, inputs), rest)
-            run_layer = functools.partial(self._layer.forward, inputs)
-            xs = stacked, bases, per_layer
-            scan = in_place.scan if in_place.applies(xs) else jax.lax.scan
-            x, kept = scan(run_layer, x, xs)
-            loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
-            is_single = self._settings.accumulate == 1
-            return (loss, grads), _Residuals(dx, kept, before if is_single else None)
-
-        batches = self._inputs, self._per_layer, self._weights
-        (loss, grads), residuals = self._over_batches(run, batches)
-        return loss, grads, residuals
+    def gradient_of_before(self, rest: Any, vjp: Any, dx: Any) -> Any:
+        """Returns the gradient of `before`, as `Passes.gradient_of_before`."""
+        return self._passes.gradient_of_before(rest, vjp, dx)
 
     def update_early(self, rest: Any, grads: Any, dx: Any) -> tuple[_Outside, PartNorms, Any]:
         """Updates matrices that only `after` reads: their gradients are gone before the layers.
@@ -367,7 +343,9 @@ class _Step:
         norms, zero = PartNorms(zeros, zeros), jnp.zeros((), jnp.float32)
         known = norms.add(0, grads, self._typical)
         gradients = named_leaves(grads)
-        early = [name for name in self._read_by_after(rest) if name in gradients]
+        cut = [name for name in self._optimizer.pieces if name in gradients]
+        read_again = self._passes.read_by_before(rest) if cut else set()
+        early = [name for name in cut if name not in read_again]
         # Without such matrices, everything outside the layers is clipped by the norm itself.
         norms = known if early else norms._replace(squares=known.squares)
         outside = _Outside(rest, without(grads, early), {}, zero, zero)
@@ -398,7 +376,7 @@ class _Step:
         gathered = treedef.unflatten([x if ahead is None else ahead for x, ahead in pairs])
         arguments = gathered, self._bases_of(state)
         ahead = self._fetched(carry.stacked, jnp.maximum(i - 1, 0))
-        grads, dx = self._gradient_of_layer(i, arguments, residuals, carry.dx)
+        grads, dx = self._passes.gradient_of_layer(i, arguments, residuals, carry.dx)
         # The copy from the host overlaps with the computation of the gradient.
         states, state, grads, dx = read_before_writing(carry.states, state, grads, dx)
         part = self._count - i
@@ -413,8 +391,8 @@ class _Step:
 
         def update(layers: Any, read: Any, dx: Any, norms: PartNorms) -> tuple[Any, Any]:
             (block, state), (per_layer, kept) = layers, read
-            arguments = block, self._bases_of(state), per_layer
-            grads, dx = self._layer.backward(self._inputs, arguments, kept, dx)
+            bases = self._bases_of(state)
+            grads, dx = self._passes.differentiate_layer(block, bases, per_layer, kept, dx)
             part = self._count - i
             norms = norms.add(part, grads, self._typical)
             grads = self._clipping.clip(grads, norms.estimates[part])
@@ -427,45 +405,6 @@ class _Step:
         return carry._replace(
             dx=dx, stacked=stacked, states=states, norms=norms, moved=carry.moved + moved
         )
-
-    def _gradient_of_layer(
-        self, i: jax.Array, arguments: tuple[Any, Bases], residuals: Any, dx: Any
-    ) -> tuple[Any, Any]:
-        """Returns the gradient of the weights of layer `i`, and the cotangent of its input.
-
-        Args:
-          i: the layer.
-          arguments: its weights and bases.
-          residuals: those of all layers.
-          dx: cotangent of its output.
-        """
-
-        def run(batch: Any) -> tuple[Any, Any]:
-            inputs, per_layer, kept, dx = batch
-            return self._layer.backward(inputs, (*arguments, per_layer), kept, dx)
-
-        axis = int(self._settings.accumulate > 1)
-        slices = take((self._per_layer, residuals), i, axis)
-        return self._over_batches(run, (self._inputs, *slices, dx))
-
-    def gradient_of_before(self, rest: Any, vjp: Any, dx: Any) -> Any:
-        """Returns the gradient of `before`.
-
-        Args:
-          rest: the parameters outside the layers.
-          vjp: the VJP of `before`; None to compute it again.
-          dx: cotangent of the input of the first layer.
-        """
-        if vjp is not None:
-            (grads,) = vjp(dx)
-            return grads
-
-        def run(batch: Any) -> tuple[Any, None]:
-            inputs, dx = batch
-            _, vjp = _differentiated(lambda p: self._settings.before(p, inputs), rest)
-            return vjp(dx)[0], None
-
-        return self._over_batches(run, (self._inputs, dx))[0]
 
     def update_late(
         self, outside: _Outside, of_before: Any, carry: _Carry
@@ -481,7 +420,7 @@ class _Step:
           The parameters outside the layers, and the state after the step.
         """
         early, squares = set(outside.states), carry.norms.squares
-        grads = _sum_of_parts(without(outside.params, early), outside.grads, of_before)
+        grads = sum_of_parts(without(outside.params, early), outside.grads, of_before)
         square = squared_norm(grads)
         norm = jnp.sqrt(jnp.sum(squares[1:]) + outside.square + square)
         squares = squares.at[-1].set(jnp.maximum(square + outside.square - squares[0], 0))
@@ -504,36 +443,6 @@ class _Step:
         states = {**outside.states, name: state}
         return outside._replace(params=params, states=states, moved=outside.moved + moved)
 
-    def _read_by_after(self, rest: Any) -> list[str]:
-        """Returns which matrices that are updated in pieces `before` does not read."""
-        names = list(self._optimizer.pieces)
-        if not names:
-            return []
-        inputs = self._inputs
-        if self._settings.accumulate > 1:
-            inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-        read = _read_by(self._settings.before, rest, inputs)
-        return [name for name in names if name not in read]
-
-    def _differentiate_after(
-        self, rest: Any, x: Any, inputs: Any, weight: jax.Array
-    ) -> tuple[jax.Array, Any, Any]:
-        """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
-        both, after = {"rest": rest, "x": x}, self._settings.after
-        loss, vjp = _differentiated(lambda p: after(p["rest"], p["x"], inputs), both)
-        form = shape_structs(loss)
-        is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
-        if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
-            raise ValueError(f"`after` must return a floating point scalar, got {form}.")
-        # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
-        # in float32 in between.
-        weight = weight.astype(loss.dtype)
-        (grads,) = jax.lax.optimization_barrier(vjp(weight))
-        known = named_leaves(grads["x"])
-        unread = {name: y for name, y in named_leaves(x).items() if name not in known}
-        dx = filled(grads["x"], jax.tree.map(jnp.zeros_like, unread), x)
-        return loss * weight, grads["rest"], dx
-
     def _bases_of(self, state: Any) -> Bases:
         """Returns the bases that inputs are stored in under a state of all layers or of one."""
         if isinstance(self._tx, SubspaceTransformation) and not self._refresh:
@@ -553,44 +462,3 @@ class _Step:
                 "`fetch` of in_backward must return the parameters of the layer that it gets, with"
                 f" None for what it leaves: {error}"
             ) from error
-
-    def _over_batches(self, run: Callable[[Any], tuple[Any, Any]], slices: Any) -> tuple[Any, Any]:
-        """Returns the sum over micro-batches of the gradient, and a stack of what comes beside it.
-
-        Args:
-          run: from one micro-batch to a gradient and other arrays.
-          slices: the micro-batches; if there is one, without the axis that numbers them.
-        """
-        return run(slices) if self._settings.accumulate == 1 else sum_gradients(run, slices)
-
-
-def _differentiated(fun: Callable[[Any], Any], rest: Any) -> tuple[Any, Any]:
-    """Returns `fun(rest)` and its VJP for the parameters that it reads; `None` for others.
-
-    The VJP of JAX gives zeros for the others, as large as they are.
-    """
-    read = _read_by(fun, rest)
-    others = {name: x for name, x in named_leaves(rest).items() if name not in read}
-    return jax.vjp(lambda some: fun(filled(some, others, rest)), without(rest, others))
-
-
-def _read_by(fun: Callable[..., Any], params: Any, *args: Any) -> set[str]:
-    """Returns the paths of the parameters that `fun(params, *args)` reads."""
-    jaxpr = jax.make_jaxpr(fun)(params, *args).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return {name for name, is_read in zip(named_leaves(params), used, strict=False) if is_read}
-
-
-def _sum_of_parts(rest: Any, *parts: Any) -> Any:
-    """Returns the sum of gradients that have `None` for parameters without one.
-
-    Args:
-      rest: the parameters.
-      *parts: the gradients.
-    """
-    sums: dict[str, Any] = {}
-    for part in parts:
-        for name, g in named_leaves(part).items():
-            sums[name] = sums[name] + g if name in sums else g
-    totals = {name: sums.get(name, jnp.zeros_like(x)) for name, x in named_leaves(rest).items()}
-    return filled(rest, totals, rest)

@@ -96,9 +96,7 @@ def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _traced(
-    fun: Callable[..., Any], *args: Any, written: int = 0
-) -> tuple[core.ClosedJaxpr, Any]:
+def _traced(fun: Callable[..., Any], *args: Any, written: int = 0) -> tuple[core.ClosedJaxpr, Any]:
     """Returns the program of `fun(*args)` without calls, and the shapes of its results.
 
     Args:
