@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.tags import keep
-from actjax.codecs import Codec, Quantized
+from actjax.codecs import Codec, Exact, Quantized
 from actjax.codecs.base import Code
-from actjax.formats.code import QuantizedCode
 
 
 class Holdable:
@@ -98,12 +97,17 @@ def wait_for(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], A
 class FromCodes(Protocol):
     """A function whose backward pass reads codes directly, so that no decoded array exists."""
 
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether it also reads arrays that are stored exactly."""
+        ...
+
     def __call__(self, activations: Any, others: Any) -> Any:
         """Returns the value."""
         ...
 
     def from_codes(
-        self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any, with_value: bool
+        self, codes: tuple[Any, ...], others: Any, cotangent: Any, with_value: bool
     ) -> Any:
         """Returns the value and the cotangents of activations and others, at the decoded codes.
 
@@ -136,8 +140,7 @@ def differentiate(
       cotangent: cotangent of the value.
       with_value: whether the caller reads the value.
     """
-    grouped = all(isinstance(codec, Quantized) and codec.scaling == "group" for codec in codecs)
-    if isinstance(fun, FromCodes) and grouped:
+    if isinstance(fun, FromCodes) and _reads(fun, codecs):
         codes, cotangent = wait_for(codes, cotangent)
         return fun.from_codes(codes, others, cotangent, with_value)
     decoded, cotangent = decode_late(codes, codecs, cotangent)
@@ -146,6 +149,13 @@ def differentiate(
     value, pullback = jax.vjp(run, decoded, smooth)
     dactivations, dfloats = pullback(cotangent)
     return value, dactivations, merge(dfloats, constants=None)
+
+
+def _reads(fun: FromCodes, codecs: Sequence[Decodes]) -> bool:
+    """Returns whether the backward pass of `fun` reads the codes of these codecs."""
+    if fun.reads_arrays and all(isinstance(codec, Exact) for codec in codecs):
+        return True
+    return all(isinstance(codec, Quantized) and codec.scaling == "group" for codec in codecs)
 
 
 def split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:

@@ -7,7 +7,7 @@ follow as a `Tail`, so that nothing in between is written to memory.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,8 @@ class Elementwise:
     """
 
     eqns: tuple[core.JaxprEqn, ...]
-    inputs: tuple[core.Var, ...]
-    outputs: tuple[core.Var, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
     has_first: bool
     matrices: int
     replaced: tuple[int | None, ...]
@@ -73,31 +73,32 @@ class Elementwise:
           row: rows of the numbers.
           column: their columns.
         """
-        values = dict(zip(self.inputs, inputs, strict=True))
+        values: dict[Any, Any] = dict(zip(self.inputs, inputs, strict=True))
         shape = jnp.broadcast_shapes(row.shape, column.shape)
 
-        def value(x: Any, whole: bool) -> Any:
+        def value(x: Any, whole: bool = True) -> Any:
+            dtype: Any = x.aval.dtype
             known = x.val if isinstance(x, core.Literal) else values[x]
             # An operation needs operands of one shape.
-            return jnp.broadcast_to(jnp.asarray(known, x.aval.dtype), shape) if whole else known
+            return jnp.broadcast_to(jnp.asarray(known, dtype), shape) if whole else known
 
         for eqn in self.eqns:
-            (result,) = eqn.outvars
+            result: Any = eqn.outvars[0]
             whole = result.aval.shape == self.shape
             if eqn.primitive.name == "iota":
                 number = (row, column)[eqn.params["dimension"]]
                 values[result] = jnp.broadcast_to(number, shape).astype(result.aval.dtype)
             elif eqn.primitive.name in ("broadcast_in_dim", "slice"):
-                values[result] = value(eqn.invars[0], True)
+                values[result] = value(eqn.invars[0])
             elif eqn.primitive.name == "pad":
-                x, fill = eqn.invars
-                rows, columns = x.aval.shape
+                existing, fill = eqn.invars
+                rows, columns = cast(Any, existing).aval.shape
                 kept = jnp.broadcast_to((row < rows) & (column < columns), shape)
-                values[result] = jnp.where(kept, value(x, True), value(fill, True))
+                values[result] = jnp.where(kept, value(existing), value(fill))
             else:
                 arguments = [value(x, whole) for x in eqn.invars]
                 values[result] = eqn.primitive.bind(*arguments, **eqn.params)
-        return [value(x, True) for x in self.outputs]
+        return [value(x) for x in self.outputs]
 
 
 @jax.tree_util.register_dataclass

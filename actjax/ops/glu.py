@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 
@@ -85,6 +86,7 @@ class Activate:
     """
 
     features: int | None = None
+    reads_arrays: ClassVar[bool] = False
 
     def __call__(self, activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
         return _swiglu("", self.features, *activations)

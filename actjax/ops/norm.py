@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 
@@ -71,13 +72,14 @@ class Normalize:
     """
 
     eps: float
+    reads_arrays: ClassVar[bool] = True
 
     def __call__(self, activations: tuple[jax.Array], scale: jax.Array) -> jax.Array:
         return _rms_norm(self.eps, "", *activations, scale)
 
     def from_codes(
         self,
-        codes: tuple[QuantizedCode],
+        codes: tuple[QuantizedCode | jax.Array],
         scale: jax.Array,
         cotangent: jax.Array,
         with_value: bool,

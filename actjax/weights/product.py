@@ -161,7 +161,8 @@ def input_grad(weights: Weights, dzs: Sequence[jax.Array]) -> jax.Array:
       dzs: cotangents of the products, [..., n_i] each.
     """
     terms = [w.transposed_times(dz) for w, dz in zip(weights, dzs, strict=True)]
-    return functools.reduce(jnp.add, terms).astype(dzs[0].dtype)
+    # The newest product first: XLA for GPUs adds an operand within the product that is the first.
+    return functools.reduce(lambda total, term: term + total, terms).astype(dzs[0].dtype)
 
 
 def parameter_grads(

@@ -129,11 +129,14 @@ def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
         scale, before = state.loss_scale, (state.model, state.optimizer)
         if scale is not None:
             loss, grads = scale.removed(loss, grads)
-        grads, grad_norm = actjax.clip_by_global_norm(grads, config.optimizer.clip)
+        grad_norm = actjax.global_norm(grads)
 
         def update(model: Any, optimizer_state: Any) -> tuple[Any, Any, jax.Array]:
             return actjax.optim.apply(
-                optimizer, grads, optimizer_state, model, refresh=refresh, with_norm=True
+                *(optimizer, grads, optimizer_state, model),
+                refresh=refresh,
+                with_norm=True,
+                clip=config.optimizer.clip,
             )
 
         if scale is None:

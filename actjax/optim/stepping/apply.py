@@ -5,6 +5,7 @@ model, and writes new weights and moments while the old ones are still read. Her
 layer out of donated stacks, updates it and writes it back, so that only one layer exists twice.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import optax
 
 from actjax._core.paths import named_leaves
 from actjax._host import fetched
-from actjax.factored.low_rank import LowRank, is_low_rank
+from actjax.factored.low_rank import LowRank, clip_factor, global_norm, is_low_rank, scale_tree
 from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.layers import (
     LayerwiseState,
@@ -33,6 +34,7 @@ from actjax.optim.projected.subspace import Subspace, SubspaceState, SubspaceTra
 from actjax.optim.rounding.stochastic import RoundedState, RoundedTransformation, WeightRounding
 from actjax.optim.states.host_states import read_before_writing
 from actjax.optim.stepping import in_place
+from actjax.optim.stepping.clipping import check_clip
 from actjax.optim.stepping.pieces import count_pieces, cut, filled, only, plan_pieces, without
 from actjax.optim.stepping.pieces import stacked as cut_into
 from actjax.optim.stepping.square_norm import square_norm
@@ -168,6 +170,7 @@ def apply(
     layers: Callable[[Any], Any] | None = None,
     refresh: bool = False,
     with_norm: bool = False,
+    clip: float = math.inf,
 ) -> Any:
     """Updates parameters and state with a gradient, one stacked layer after the other, in place.
 
@@ -196,7 +199,7 @@ def apply(
 
     Args:
       tx: an optax transform. A transform that reads several arrays at once, such as
-        `optax.clip_by_global_norm`, gets one layer: clip with `actjax.clip_by_global_norm` before.
+        `optax.clip_by_global_norm`, gets one layer: use `clip`.
         A mask that is a function gets one layer, or the rest. Transforms that need more than
         gradients and parameters, such as the value of the loss, are not supported.
       grads: gradient, in the structure of `params`, with `LowRank` for factored gradients.
@@ -207,23 +210,30 @@ def apply(
         static under `jax.jit`.
       with_norm: whether to also return the norm of what was added to the parameters, before they
         were rounded; of matrices with 1,024 rows or more it is estimated from every sixteenth row.
+      clip: largest norm of the gradient. The results are those of a gradient from
+        `actjax.clip_by_global_norm(grads, clip)`, which is never written to memory.
 
     Returns:
       The new parameters and state, and the norm, float32, if `with_norm`.
 
     Raises:
-      ValueError: a gradient or state whose structure or shapes do not fit the parameters, or
-        `refresh` for a transform other than `subspace`.
+      ValueError: a gradient or state whose structure or shapes do not fit the parameters, `refresh`
+        for a transform other than `subspace`, or `clip` is not a number above 0.
     """
+    check_clip("apply", clip)
     layers = default_layers(params) if layers is None else layers
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
     count = _count(stacked, layers)
     check_refresh(tx, refresh)
+    factor = None if clip == math.inf else clip_factor(global_norm(grads), clip)
+
+    def clipped(gradient: Any) -> Any:
+        return gradient if factor is None else scale_tree(gradient, factor)
 
     def update_read(layers: Any, gradient: Any) -> tuple[Any, jax.Array]:
-        params, state, moved = update_one(tx, gradient, layers[1], layers[0], refresh)
+        params, state, moved = update_one(tx, clipped(gradient), layers[1], layers[0], refresh)
         return (params, state), moved
 
     def body(i: jax.Array, carry: Any) -> Any:
@@ -232,7 +242,7 @@ def apply(
             (params, state), moved = in_place.update(update_read, i, (params, state), stacked_grads)
             return params, state, square + moved
         state, old = read_before_writing(state, fetched(take(state, i)))
-        layer = take(stacked_grads, i), old, take(params, i)
+        layer = clipped(take(stacked_grads, i)), old, take(params, i)
         new, new_state, moved = update_one(tx, *layer, refresh)
         return put(params, new, i), put(state, new_state, i), square + moved
 
@@ -241,9 +251,10 @@ def apply(
     pieces = {}
     for name in state.pieces:
         gradient = named_leaves(rest_grads, is_leaf=is_low_rank)[name]
-        rest, pieces[name], moved = update_pieces(tx, name, gradient, state.pieces[name], rest)
+        old = state.pieces[name]
+        rest, pieces[name], moved = update_pieces(tx, name, gradient, old, rest, clipped)
         square += moved
-    rest, rest_state, moved = update_rest(tx, rest_grads, state, rest, refresh)
+    rest, rest_state, moved = update_rest(tx, clipped(rest_grads), state, rest, refresh)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state, pieces)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
 
@@ -259,7 +270,12 @@ def update_rest(
 
 
 def update_pieces(
-    tx: optax.GradientTransformation, name: str, gradient: Any, state: Any, rest: Any
+    tx: optax.GradientTransformation,
+    name: str,
+    gradient: Any,
+    state: Any,
+    rest: Any,
+    clipped: Callable[[Any], Any] = lambda gradient: gradient,
 ) -> tuple[Any, Any, jax.Array]:
     """Updates one matrix a piece at a time, in place.
 
@@ -269,6 +285,7 @@ def update_pieces(
       gradient: its gradient.
       state: states of its pieces.
       rest: the parameters that are in no layer.
+      clipped: from the gradient of a piece to that which is applied.
 
     Returns:
       The rest with the new matrix, the states, and the squared norm of what was added.
@@ -281,7 +298,8 @@ def update_pieces(
     def update_piece(old: Any, read: Any, g: Any, w: jax.Array) -> tuple[Any, Any]:
         del read
         g = LowRank(g, gradient.right) if is_low_rank(gradient) else g
-        new, state, moved = update_one(tx, only(rest, name, g), old, only(rest, name, w), False)
+        g = only(rest, name, clipped(g))
+        new, state, moved = update_one(tx, g, old, only(rest, name, w), False)
         (w,) = jax.tree.leaves(new)
         return state, (w, moved)
 

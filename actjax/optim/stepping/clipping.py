@@ -10,6 +10,7 @@ large as the known layers are on average.
 
 import dataclasses
 import math
+import numbers
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,6 +24,12 @@ _DECAY = 0.8
 """Decay of typical norms. 0.5 to 0.9 estimate about equally well."""
 _MOST_GROWTH = 1e12
 """Largest growth of a squared norm: layers with gradients of nearly zero must not give inf."""
+
+
+def check_clip(name: str, clip: Any) -> None:
+    """Raises a `ValueError` unless `clip` of a function is a number above 0."""
+    if not isinstance(clip, numbers.Real) or not float(clip) > 0:
+        raise ValueError(f"`clip` of {name} must be a number above 0, got {clip!r}.")
 
 
 class PartNorms(NamedTuple):

@@ -10,7 +10,6 @@ would not.
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from actjax.optim.stepping.apply import (
     update_rest,
 )
 from actjax.optim.stepping.apply import init as init_layerwise
-from actjax.optim.stepping.clipping import Clipping, PartNorms, followed, squared_norm
+from actjax.optim.stepping.clipping import Clipping, PartNorms, check_clip, followed, squared_norm
 from actjax.optim.stepping.passes import Layered, Passes, Residuals, sum_of_parts
 from actjax.optim.stepping.pieces import without
 
@@ -92,8 +91,7 @@ class InBackward:
             check_callable(name, getattr(self, name))
         if self.fetch is not None:
             check_callable("fetch", self.fetch)
-        if not isinstance(self.clip, numbers.Real) or not self.clip > 0:
-            raise ValueError(f"`clip` of in_backward must be a number above 0, got {self.clip!r}.")
+        check_clip("in_backward", self.clip)
 
     @property
     def model(self) -> Layered:

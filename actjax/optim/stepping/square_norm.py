@@ -28,7 +28,9 @@ def sampled_rows(shape: tuple[int, ...]) -> int:
 class _Squares:
     """The sum of squares of an array: one equation, which a kernel can take over."""
 
-    name, addend, converts, takes_tail = "sum_of_squares", None, False, False
+    name = "sum_of_squares"
+    addend = None
+    converts = takes_tail = False
     writes_layers: primitive.Writes = "nothing"
 
     @staticmethod
@@ -39,10 +41,11 @@ class _Squares:
         return stride * jnp.sum(jnp.square(x.astype(jnp.float32)))
 
     def compute(
-        self, platform: str | None, chosen: Any, static: primitive.Static, x: Any, into: Any = None
-    ) -> jax.Array:
+        self, platform: str | None, chosen: Any, static: primitive.Static, *args: Any,
+        into: Any = None,
+    ) -> jax.Array:  # fmt: skip
         del platform, chosen, static, into
-        return self.reference(value_of(x))
+        return self.reference(*map(value_of, args))
 
 
 SQUARES = _Squares()

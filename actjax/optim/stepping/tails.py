@@ -8,6 +8,7 @@ new moments twice: into arrays and from there into their stacks.
 import collections
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,14 @@ from actjax.kernels.elementwise.api import KERNEL
 from actjax.kernels.tail import OPERATIONS, Elementwise, Tail
 from actjax.optim.stepping.square_norm import SQUARES, sampled_rows
 
+Variable = Any
+"""A `core.Var`, of which JAX does not say that its `aval` has a shape."""
+
 _LEAST = 2**16
 """Least size of a matrix: for smaller ones memory costs less than a kernel."""
 
 
-def with_tails(jaxpr: core.Jaxpr, replaced: Mapping[core.Var, core.Var]) -> core.Jaxpr:
+def with_tails(jaxpr: core.Jaxpr, replaced: Mapping[Variable, Variable]) -> core.Jaxpr:
     """Returns a program in which chains that lead to its outputs are kernels.
 
     Args:
@@ -48,17 +52,17 @@ class _Chain:
     """
 
     shape: tuple[int, ...]
-    outputs: list[core.Var]
+    outputs: list[Variable]
     eqns: set[int]
 
 
 def _chains(jaxpr: core.Jaxpr) -> list[_Chain]:
     """Returns the chains behind the outputs; outputs that share operations share a chain."""
-    makers = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in eqn.outvars}
+    makers: dict[Any, int] = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in eqn.outvars}
     chains: list[_Chain] = []
     for output in dict.fromkeys(_variables(jaxpr.outvars)):
-        shape = output.aval.shape
-        if len(shape) != 2 or output.aval.size < _LEAST:
+        shape = _shape(output)
+        if len(shape) != 2 or math.prod(shape) < _LEAST:
             continue
         eqns, found = set(), [output]
         while found:
@@ -66,8 +70,8 @@ def _chains(jaxpr: core.Jaxpr) -> list[_Chain]:
             if number is None or number in eqns:
                 continue
             eqn = jaxpr.eqns[number]
-            if eqn.primitive.name == "pad" and eqn.invars[0] in makers:
-                part = makers[eqn.invars[0]]
+            part = makers.get(eqn.invars[0]) if eqn.primitive.name == "pad" else None
+            if part is not None:
                 if _is_padded_again(jaxpr.eqns[part], eqn, shape):
                     eqns |= {number, part}
                     found += jaxpr.eqns[part].invars
@@ -83,8 +87,8 @@ def _chains(jaxpr: core.Jaxpr) -> list[_Chain]:
 
 
 def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...]) -> bool:
-    shapes = [x.aval.shape for x in eqn.invars]
-    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != shape:
+    shapes = [_shape(x) for x in eqn.invars]
+    if len(eqn.outvars) != 1 or _shape(eqn.outvars[0]) != shape:
         return False
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == [()]
@@ -95,16 +99,16 @@ def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...]) -> bool:
 
 def _is_padded_again(eqn: core.JaxprEqn, pad: core.JaxprEqn, shape: tuple[int, ...]) -> bool:
     """Returns whether a padding gives a slice of first rows and columns its shape back."""
-    if eqn.primitive.name != "slice" or eqn.invars[0].aval.shape != shape:
+    if eqn.primitive.name != "slice" or _shape(eqn.invars[0]) != shape:
         return False
     params = eqn.params
     at_end = all(low == between == 0 for low, _, between in pad.params["padding_config"])
     is_first = not any(params["start_indices"]) and {*(params["strides"] or (1,))} == {1}
-    return at_end and is_first and pad.outvars[0].aval.shape == shape
+    return at_end and is_first and _shape(pad.outvars[0]) == shape
 
 
 def _with_chain(
-    jaxpr: core.Jaxpr, chain: _Chain, replaced: Mapping[core.Var, core.Var]
+    jaxpr: core.Jaxpr, chain: _Chain, replaced: Mapping[Variable, Variable]
 ) -> core.Jaxpr | None:
     """Returns a program in which a chain is one kernel; None if that moves no fewer bytes."""
     eqns = [jaxpr.eqns[i] for i in sorted(chain.eqns)]
@@ -123,7 +127,7 @@ def _with_chain(
     if copied.intersection(matrices) or (base is None and places == [None] * len(places)):
         return None
     squares = [i for i in squares if jaxpr.eqns[i].invars[0] in [*made, *firsts]]
-    scalars = [x for x in read if x.aval.shape == ()]
+    scalars = [x for x in read if _shape(x) == ()]
     program = Elementwise(
         tuple(eqns),
         (*firsts, *matrices, *scalars),
@@ -149,7 +153,7 @@ def _with_chain(
     return partial_eval.dce_jaxpr(merged, [True] * len(outvars), instantiate=True)[0]
 
 
-def _base(jaxpr: core.Jaxpr, candidates: Sequence[core.Var]) -> int | None:
+def _base(jaxpr: core.Jaxpr, candidates: Sequence[Variable]) -> int | None:
     """Returns the number of a call that can take a tail, with its first result among candidates."""
     calls = (i for i, eqn in enumerate(jaxpr.eqns) if primitive.takes_tail(eqn))
     outputs = _variables(jaxpr.outvars)
@@ -163,7 +167,7 @@ def _is_square(eqn: core.JaxprEqn) -> bool:
 
 def _is_copied(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation copies a row or a column, which XLA reads in place of a copy."""
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape != ()
+    return eqn.primitive.name == "broadcast_in_dim" and _shape(eqn.invars[0]) != ()
 
 
 def _ordered(numbered: Sequence[tuple[int, core.JaxprEqn]]) -> list[core.JaxprEqn] | None:
@@ -195,13 +199,17 @@ def _ordered(numbered: Sequence[tuple[int, core.JaxprEqn]]) -> list[core.JaxprEq
     return ordered if len(ordered) == len(numbered) else None
 
 
-def _position(x: core.Var | None, among: Sequence[core.Var]) -> int | None:
+def _position(x: Variable | None, among: Sequence[Variable]) -> int | None:
     return among.index(x) if x is not None and x in among else None
 
 
-def _variables(atoms: Iterable[Any]) -> list[core.Var]:
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.aval.shape
+
+
+def _variables(atoms: Iterable[Any]) -> list[Variable]:
     return [x for x in atoms if isinstance(x, core.Var)]
 
 
-def _matrices(atoms: Iterable[Any], shape: tuple[int, ...]) -> list[core.Var]:
-    return [x for x in _variables(atoms) if x.aval.shape == shape]
+def _matrices(atoms: Iterable[Any], shape: tuple[int, ...]) -> list[Variable]:
+    return [x for x in _variables(atoms) if _shape(x) == shape]
