@@ -319,6 +319,10 @@ def product_options() -> dict[str, Any]:
     of 16-bit numbers do not begin at multiples of 16 bytes, and choosing takes minutes: a step of
     `llama_1b` without codes takes 259 ms in Triton on an H200 and 171 with cuBLAS, 5461 wide; and
     166 and 163, 5504 wide (`benchmarks/results/gpu_queue.json`).
+
+    It would also join small products that share an operand, and copy operands together and results
+    apart: 13 GB in a step of `lean_subspace` for `llama_1b`, 6 in one of `lora`.
     """
-    flag = "xla_gpu_enable_triton_gemm"
-    return {} if flag in os.environ.get("XLA_FLAGS", "") else {flag: False}
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    given = os.environ.get("XLA_FLAGS", "")
+    return {flag: value for flag, value in options.items() if flag not in given}

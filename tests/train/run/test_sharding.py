@@ -107,12 +107,14 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
     assert os.environ.get("NPROC") == expected
 
 
-def test_products_are_not_written_in_triton(monkeypatch):
+def test_options_of_products_leave_those_of_the_user(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert sharding.product_options() == {"xla_gpu_enable_triton_gemm": False}
+    chosen = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    assert sharding.product_options() == chosen
     assert sharding.compiler_options(sharding.make_mesh("")) == {}  # No GPU.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert sharding.product_options() == {}
+    del chosen["xla_gpu_enable_triton_gemm"]
+    assert sharding.product_options() == chosen
 
 
 def test_functions_on_shards_are_not_confused_in_the_compilation_cache():
