@@ -18,9 +18,9 @@ from actjax.optim.layers import (
     put,
     split,
     split_gradient,
-    square_norm,
     take,
 )
+from actjax.optim.stepping.square_norm import square_norm
 
 
 class Params(NamedTuple):

@@ -14,6 +14,7 @@ from actjax import (
     RandomProjection,
 )
 from models import CompressedResiduals, Remat, Storage
+from models.storage import REBUILT
 from models.presets import preset
 from models.storage import LINEAR_INPUTS, SITES
 from train.settings.codecs import check_sites
@@ -31,7 +32,7 @@ AWAY = {"offload": True}
 @pytest.mark.parametrize(
     ("name", "text", "options", "storage"),
     [
-        ("exact", "", {}, Storage()),
+        ("exact", "", {}, REBUILT),
         ("remat", "", {}, Remat()),
         ("remat", "", AWAY, Remat(codec=Offloaded(Exact()))),
         ("pamm", "", {}, Storage(PointApproximation(1 / 512))),
@@ -41,7 +42,7 @@ AWAY = {"offload": True}
         ("low_rank", "", {}, Storage(SVD, SVD, SVD, SVD)),
         ("low_rank", "RandomizedSVD(power_iterations=1)", {}, Storage(*4 * [RandomizedSVD(7, 1)])),
         ("subspace", "", {}, Storage(SVD, SVD, SVD, SVD)),
-        ("galore", "", {}, Storage()),
+        ("galore", "", {}, REBUILT),
         ("random_projection", "", {}, Storage(*4 * [PROJECTION])),
         ("gact", "Exact()", {}, CompressedResiduals()),
         ("lean_remat", "block=Exact()", {}, Remat()),
