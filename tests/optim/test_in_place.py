@@ -14,6 +14,8 @@ import actjax
 from actjax import kernels, optim
 from actjax._math.padding import zero_beyond
 from actjax.optim.stepping import in_place, tails
+from actjax.optim.stepping.gradients import value_and_grad
+from actjax.optim.stepping.passes import Layered
 
 DEPTH, WIDTH, FEATURES, TOKENS = 2, 32, 64, 16
 CODE = actjax.Quantized(4, group=32, balance=True)
@@ -188,3 +190,25 @@ def test_an_update_is_one_kernel(choose, name, kernel, written):
     counts = calls_on_layers(program)
     assert counts.pop(kernel)[1] == written
     assert set(counts) <= {"adam_4bit_maxima"}
+
+
+def test_a_gradient_by_layers_is_that_of_autodiff(choose):
+    choose(True)
+    params = parameters()
+
+    def loss(params):
+        x, _ = jax.lax.scan(
+            lambda x, block: (layer(block, x, None, None), None), INPUTS["x"], params["layers"]
+        )
+        return after(params, x, INPUTS)
+
+    model = Layered(lambda params, inputs: inputs["x"], layer, after, lambda p: p["layers"])
+    by_layers = jax.jit(functools.partial(value_and_grad, model))
+    got = by_layers(params, INPUTS, jnp.zeros((DEPTH,)))
+    # Sums over tokens of products that are rounded to 8 bits.
+    for a, b in zip(*map(jax.tree.leaves, (got, jax.value_and_grad(loss)(params))), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=2**-8 * np.abs(b).max())
+    counts = calls_on_layers(jax.make_jaxpr(by_layers)(params, INPUTS, jnp.zeros((DEPTH,))))
+    assert counts["quantize"] == (9, 9)
+    assert counts["swiglu_backward"] == (10, 0)

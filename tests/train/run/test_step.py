@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.train.steps import CONFIG, batch, programs, recipe, with_method
+from actjax.optim.stepping import in_place, tails
+from tests.train.steps import CONFIG, batch, first_state, programs, recipe, with_method
 from train.run.loss import loss_function
 from train.run.optimizer import learning_rate_schedule
 from train.run.step import make_eval_step, make_train_step, step_key
@@ -166,3 +167,26 @@ def test_evaluation_sums_over_the_tokens_that_count():
     want = alone(model, rows)["nats"].sum()
     for evaluate in (whole, parts):
         np.testing.assert_allclose(evaluate(model, batch())["nats"], want, rtol=1e-5)
+
+
+IN_PLACE = {
+    "exact": {"weight_dtype": "bfloat16"},
+    "low_rank": {},
+    "galore": {},
+    "lean": {"in_backward": True, "weight_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(("method", "options"), IN_PLACE.items(), ids=list(IN_PLACE))
+def test_loops_that_write_in_place_take_the_same_steps(monkeypatch, method, options):
+    made, taken = recipe(with_method(method, **options)), []
+    monkeypatch.setattr(tails, "_LEAST", 1)
+    for wanted in (False, True):
+        monkeypatch.setattr(in_place, "applies", lambda *_, wanted=wanted: wanted)
+        state, step = first_state(made), jax.jit(make_train_step(made))
+        metrics = []
+        for _ in range(3):
+            state, values = step(state, batch())
+            metrics.append([values[name] for name in ("loss", "grad_norm", "update_norm")])
+        taken.append(metrics)
+    np.testing.assert_allclose(*taken, rtol=1e-4)

@@ -14,9 +14,8 @@ from actjax import (
     RandomProjection,
 )
 from models import CompressedResiduals, Remat, Storage
-from models.storage import REBUILT
 from models.presets import preset
-from models.storage import LINEAR_INPUTS, SITES
+from models.storage import LINEAR_INPUTS, REBUILT, SITES
 from train.settings.codecs import check_sites
 from train.settings.methods import METHODS, Subspace, method
 from train.settings.options import MethodOptions
