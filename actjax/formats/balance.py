@@ -135,7 +135,8 @@ def _blocks(shape: Sequence[int]) -> int:
 def _sum(x: jax.Array, blocks: int) -> jax.Array:
     """Returns the sum of tokens [..., S, d], [..., d], from the sums of equal blocks of them."""
     if blocks > 1:
-        x = jnp.sum(x.reshape(*x.shape[:-2], blocks, -1, x.shape[-1]), -2)
+        *lead, length, features = x.shape
+        x = jnp.sum(x.reshape(*lead, blocks, length // blocks, features), -2)
         # Without the barrier XLA makes one sum of both.
         x = jax.lax.optimization_barrier(x)
     return jnp.sum(x, -2)

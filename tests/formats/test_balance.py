@@ -165,3 +165,11 @@ def test_devices_that_share_a_sequence_find_its_statistics():
         got = jax.jit(balance_of, static_argnums=1)(jax.device_put(x, shared), "float32")
     for a, b, largest in zip(got, balance(x, "float32"), (abs(x).max(), 1), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1024 * TINY * largest)
+
+
+def test_arrays_without_elements_have_statistics_of_zeros():
+    for shape, want in (((64, 0), (0,)), ((0, 6), (6,)), ((2, 64, 0), (2, 0))):
+        mean, spread = balance(np.zeros(shape, "float32"), "float32")
+        assert mean.shape == spread.shape == want
+        assert not np.any(mean)
+        assert np.all(spread == 1)
