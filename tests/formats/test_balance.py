@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernels.kernel_cases import TINY, f64, normal
 
 from actjax.formats.balance import balance_of
@@ -104,7 +105,7 @@ def test_a_power_of_two_multiplies_the_means_only():
     np.testing.assert_allclose(mean[2], -7.5, rtol=50 * TINY)
     assert mean[4] == 0
     np.testing.assert_array_equal(np.asarray(spread)[[2, 4]], LEAST)
-    for power in (-90, 90):
+    for power in (-110, -90, -40, 40, 90, 110):
         scaled, same = balance(np.ldexp(x, power), "float32")
         np.testing.assert_array_equal(scaled, np.ldexp(mean, power))
         np.testing.assert_array_equal(same, spread)
@@ -119,3 +120,56 @@ def test_one_token_is_its_own_mean_and_zeros_change_nothing():
     mean, spread = balance(0 * x, "float32")
     assert not np.any(mean)
     np.testing.assert_array_equal(spread, 1)
+
+
+def test_tokens_of_zeros_change_nothing():
+    x = channels_apart(40, 6)
+    zeros = np.zeros_like(x)
+    for tokens in (np.vstack([x, zeros]), np.vstack([zeros, x]), np.vstack([zeros, x, zeros])):
+        for got, want in zip(balance(tokens, "float32"), balance(x, "float32"), strict=True):
+            # Sums of 40 terms about another token.
+            np.testing.assert_allclose(got, want, rtol=1e3 * TINY, atol=1e3 * TINY * abs(x).max())
+
+
+def test_a_tiny_last_token_does_not_hide_deviations():
+    # Its squares vanish beside the others, and theirs overflow in the unit that fits it alone.
+    x = np.vstack([channels_apart(40, 6), np.full((1, 6), 1e-12, "float32")])
+    spread = balance(x, "float32")[1]
+    np.testing.assert_allclose(spread, oracle(x)[1], rtol=100 * TINY)
+
+
+def test_all_statistics_are_finite_if_the_numbers_are():
+    rng = np.random.default_rng(0)
+    size = 10.0 ** rng.uniform(-37, 36, (3, 40, 6))
+    for x in (size * rng.choice([-1, 1], size.shape), np.sort(size, 1), -np.sort(-size, 1)):
+        mean, spread = map(f64, balance(x.astype("float32"), "float32"))
+        assert np.all(abs(mean) <= (1 + 100 * TINY) * abs(x).max(1))
+        assert np.all((spread >= LEAST) & (spread <= 1))
+
+
+@pytest.mark.parametrize("place", [(0, 0), (17, 3), (39, 5)])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_spoils_all_means_of_its_sequence(place, value):
+    x = channels_apart(2, 40, 6)
+    x[1][place] = value
+    mean, _ = balance(x, "float32")
+    assert np.isnan(mean[1]).all()
+    np.testing.assert_array_equal(mean[0], balance(x[:1], "float32")[0][0])
+
+
+def test_devices_that_share_a_sequence_find_its_statistics():
+    x = channels_apart(2, 1024, 8)
+    mesh = jax.make_mesh((4,), ("tokens",), (AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        shared = NamedSharding(mesh, PartitionSpec(None, "tokens"))
+        got = jax.jit(balance_of, static_argnums=1)(jax.device_put(x, shared), "float32")
+    for a, b, largest in zip(got, balance(x, "float32"), (abs(x).max(), 1), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1024 * TINY * largest)
+
+
+def test_arrays_without_elements_have_statistics_of_zeros():
+    for shape, want in (((64, 0), (0,)), ((0, 6), (6,)), ((2, 64, 0), (2, 0))):
+        mean, spread = balance(np.zeros(shape, "float32"), "float32")
+        assert mean.shape == spread.shape == want
+        assert not np.any(mean)
+        assert np.all(spread == 1)
