@@ -136,15 +136,20 @@ class Tail:
         """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
         return [*map(form, self.matrices), *(x.reshape(1) for x in self.scalars)]
 
-    def results(self, matrices: Sequence[Any], programs: int) -> list[Result]:
+    def results(
+        self, matrices: Sequence[Any], programs: int, lead: tuple[int, ...] = ()
+    ) -> list[Result]:
         """Returns the results of a kernel: the outputs, and sums of squares of each program.
 
         Args:
           matrices: the operands that are matrices.
           programs: number of programs of the kernel.
+          lead: axes that a matrix has before its own two.
         """
-        pairs = zip(self.program.replaced, self.program.shapes, strict=True)
-        outputs = [like if i is None else result_like(matrices[i]) for i, like in pairs]
+        outputs: list[Result] = []
+        for i, like in zip(self.program.replaced, self.program.shapes, strict=True):
+            new = jax.ShapeDtypeStruct((*lead, *like.shape), like.dtype)
+            outputs.append(new if i is None else result_like(matrices[i]))
         sums = [jax.ShapeDtypeStruct((programs, 1), jnp.float32) for _ in self.program.strides]
         return [*outputs, *sums]
 

@@ -13,7 +13,7 @@ from jaxprs import equations
 import actjax
 from actjax import kernels, optim
 from actjax._math.padding import zero_beyond
-from actjax.optim.stepping import in_place, tails
+from actjax.optim.stepping import in_place, pieces, tails
 from actjax.optim.stepping.gradients import value_and_grad
 from actjax.optim.stepping.passes import Layered
 
@@ -81,14 +81,16 @@ def calls_on_layers(program) -> dict[str, tuple[int, int]]:
 
 
 def assert_equal(one, other):
-    """Compares results of steps, which agree to the bit but for the norm of the update, the last.
+    """Compares the results of steps.
 
-    Its sum of at most 2^13 squares is added up in another order.
+    Codes and weights agree to the bit. XLA may round other numbers once less. The last is the norm
+    of the update, whose sum of at most 2^13 squares is added up in another order.
     """
     *one, norm = jax.tree.leaves(one)
     *other, other_norm = jax.tree.leaves(other)
     for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
+        rtol = 2.0**-22 if a.dtype == jnp.float32 else 0
+        np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol, 0)
     np.testing.assert_allclose(norm, other_norm, rtol=2**13 * 2.0**-24)
 
 
@@ -169,6 +171,19 @@ def test_apply_equals_the_update_with_slices(choose, tx):
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("name", ["8 bits", "4 bits", "adamw"])
+def test_pieces_of_a_matrix_equal_those_with_slices(choose, monkeypatch, name):
+    monkeypatch.setattr(pieces, "LARGEST", 1024)
+    params, tx, results = {"head": numbers(8, FEATURES, WIDTH)}, TRANSFORMS[name], []
+    for wanted in (False, True):
+        choose(wanted)
+        state = jax.jit(functools.partial(optim.init, tx))(params)
+        assert state.pieces
+        update = jax.jit(functools.partial(optim.apply, tx, clip=0.5, with_norm=True))
+        results.append(update(params, state, params))
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize(
     ("name", "kernel", "written"),
     [
@@ -205,10 +220,10 @@ def test_a_gradient_by_layers_is_that_of_autodiff(choose):
     model = Layered(lambda params, inputs: inputs["x"], layer, after, lambda p: p["layers"])
     by_layers = jax.jit(functools.partial(value_and_grad, model))
     got = by_layers(params, INPUTS, jnp.zeros((DEPTH,)))
-    # Sums over tokens of products that are rounded to 8 bits.
+    # Both round to 8 bits in other places, a dozen times on the way.
     for a, b in zip(*map(jax.tree.leaves, (got, jax.value_and_grad(loss)(params))), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, atol=2**-8 * np.abs(b).max())
+        np.testing.assert_allclose(a, b, atol=2**-6 * np.abs(b).max())
     counts = calls_on_layers(jax.make_jaxpr(by_layers)(params, INPUTS, jnp.zeros((DEPTH,))))
     assert counts["quantize"] == (9, 9)
     assert counts["swiglu_backward"] == (10, 0)

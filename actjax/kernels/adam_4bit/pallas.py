@@ -213,7 +213,7 @@ def adam_4bit(
     if tail is None:
         shapes.append(jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32))
     else:
-        shapes += tail.results(others, count * steps * tiles)
+        shapes += tail.results(others, count * steps * tiles, (1,))
 
     def kernel(*refs: Any) -> None:
         factor, refs = (refs[0][0], refs[1:]) if factors else (None, refs)
