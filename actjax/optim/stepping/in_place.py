@@ -38,7 +38,7 @@ def update(
 
     Args:
       fun: `fun(layer, read_layer, *args)` returns the new layer, in the structure and the shapes of
-        the old one, and other results.
+        the old one, and other results. The new layer is converted to the dtypes of the old one.
       index: int32 scalar.
       stacks: arrays with a leading axis of layers.
       read: further such arrays, which are only read.
@@ -46,7 +46,12 @@ def update(
     """
     shapes = jax.tree.map(_shape_of_layer, (stacks, read))
     written, treedef = jax.tree.flatten(stacks)
-    program, (_, others) = _traced(fun, *shapes, *args, written=len(written))
+
+    def converted(layer: Any, *args: Any) -> tuple[Any, Any]:
+        new, others = fun(layer, *args)
+        return jax.tree.map(lambda x, y: jnp.asarray(y).astype(x.dtype), layer, new), others
+
+    program, (_, others) = _traced(converted, *shapes, *args, written=len(written))
     layers = [Layer(x, index) for x in jax.tree.leaves((stacks, read))]
     places = [*layers[: len(written)], *(None for _ in jax.tree.leaves(others))]
     results = _run(program, [*layers, *jax.tree.leaves(args)], places)
@@ -89,7 +94,10 @@ def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any,
 
 def _written(layer: Layer, value: Any) -> jax.Array:
     """Returns the stack with `value` in the place of a layer; a `Layer` is there already."""
-    return value.stack if isinstance(value, Layer) else put(layer.stack, value, layer.index)
+    if isinstance(value, Layer):
+        return value.stack
+    # A constant of a program may be a number of Python.
+    return put(layer.stack, jnp.asarray(value), layer.index)
 
 
 def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -128,7 +136,7 @@ def _run(
         if place is not None and isinstance(var, core.Var) and var in made_by:
             into[made_by[var]] = place
     values: dict[int, tuple[Layer, jax.Array]] = {}
-    written: dict[int, Layer] = {}
+    written: dict[int, tuple[Layer, Layer]] = {}
     gradients = Gradients()
 
     def read(x: Any) -> Any:
@@ -150,7 +158,8 @@ def _run(
                 inputs = [gradients.source(inputs[0]), *inputs[1:]]
             with context_of(eqn):
                 results = primitive.call_on_layers(eqn, inputs, targets)
-            written.update({id(y): y for y in results if isinstance(y, Layer)})
+            pairs = zip(results, targets, strict=True)
+            written.update({id(y): (y, at) for y, at in pairs if isinstance(y, Layer) and at})
             return results
         if not has_layers:
             return None
@@ -160,15 +169,26 @@ def _run(
             return _barrier(inputs, written)
         return run_equation(eqn, [read(x) for x in inputs])
 
+    def is_there(y: Any, place: Layer | None) -> bool:
+        """Returns whether a result is in its place: written there, or the old one unchanged."""
+        if place is None or not isinstance(y, Layer):
+            return False
+        return written[id(y)][1] is place if id(y) in written else y.stack is place.stack
+
     results = run_inlined(program, inputs, handle)
-    return [read(y) if at is None else y for y, at in zip(results, places, strict=True)]
+    pairs = zip(results, places, strict=True)
+    return [y if is_there(y, place) else read(y) for y, place in pairs]
 
 
-def _barrier(inputs: Sequence[Any], written: dict[int, Layer]) -> list[Any]:
+def _barrier(inputs: Sequence[Any], written: dict[int, tuple[Layer, Layer]]) -> list[Any]:
     """Runs an optimization barrier, some of whose inputs are layers.
 
     It makes readers of a layer wait by the index. A layer that a kernel has written passes with its
     stack, so that what is behind the barrier waits for the kernel.
+
+    Args:
+      inputs: the inputs.
+      written: layers that kernels have written, by id, with the layers that they replace.
     """
     index = next(x.index for x in inputs if isinstance(x, Layer))
     arrays: list[Any] = [x for x in inputs if not isinstance(x, Layer)]
@@ -183,7 +203,7 @@ def _barrier(inputs: Sequence[Any], written: dict[int, Layer]) -> list[Any]:
         is_written = id(x) in written
         layer = Layer(next(free_stacks) if is_written else x.stack, index)
         if is_written:
-            written[id(layer)] = layer
+            written[id(layer)] = layer, written[id(x)][1]
         results.append(layer)
     return results
 
