@@ -158,16 +158,25 @@ class Kernel:
         Raises:
           ValueError: the implementation is unknown or cannot take these arguments.
         """
-        chosen = self._chosen(implementation, args, options)
+        chosen = self.chosen(implementation, args, options)
         if chosen == "reference":
             return self.reference(*args, **options)
         call = _call_on_shards if is_partitioned(args) else primitive.call
         return call(self, chosen, tuple(sorted(options.items())), *args)
 
-    def _chosen(
+    def chosen(
         self, passed: Implementation | None, args: tuple, options: dict[str, Any]
     ) -> Implementation | None:
-        """Returns an implementation that can take the arguments; None for that of the platform."""
+        """Returns an implementation that can take the arguments; None for that of the platform.
+
+        Args:
+          passed: that of the call; None for the one that `use` asks for.
+          args: pytrees of arrays.
+          options: static arguments.
+
+        Raises:
+          ValueError: as for a call.
+        """
         _check(passed)
         asked = passed or _asked.value
         if is_bound(args):
@@ -207,7 +216,7 @@ class Kernel:
 
         Args:
           platform: "cuda" or "tpu"; None for any other.
-          chosen: result of `_chosen`.
+          chosen: result of `chosen`.
           static: the options, as sorted items.
           *args: pytrees of arrays; the last may be a `Tail`.
           into: as for `primitive.Computation.compute`.

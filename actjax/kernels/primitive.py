@@ -211,14 +211,15 @@ def takes_tail(eqn: core.JaxprEqn) -> bool:
     return is_kernel(eqn) and not eqn.params["call"].axes and eqn.params["call"].kernel.takes_tail
 
 
-def empty_call(kernel: Computation, like: core.JaxprEqn) -> core.JaxprEqn:
+def empty_call(kernel: Computation, chosen: Any, like: core.JaxprEqn) -> core.JaxprEqn:
     """Returns a call of a kernel without arrays, which stands for nothing without a `Tail`.
 
     Args:
       kernel: the kernel, whose definition returns `(None,)`.
+      chosen: how to compute it, as for `Computation.compute`.
       like: an equation with the context of the call.
     """
-    call = _Call(kernel, None, (), jax.tree.structure(()), jax.tree.structure((None,)), ())
+    call = _Call(kernel, chosen, (), jax.tree.structure(()), jax.tree.structure((None,)), ())
     return like.replace(invars=[], outvars=[], primitive=_kernel, params={"call": call})
 
 

@@ -27,6 +27,26 @@ OPERATIONS = {
 """Names of operations that compute each number of the result from one number of each operand, and
 that Triton has."""
 
+_OF_32_BITS = {"div", "erf_inv", "expm1", "integer_pow", "log1p", "logistic", "pow", "tanh"}
+"""Those that Triton does not have for floating point numbers of 16 bits."""
+_OF_BOOLS = {"and", "convert_element_type", "eq", "ne", "not", "or", "select_n", "xor"}
+"""Those that Triton has for bools."""
+_DTYPES = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16",
+    "float16", "float32", "float64",
+}  # fmt: skip
+
+
+def can_run(eqn: core.JaxprEqn) -> bool:
+    """Returns whether Triton has an operation for the dtypes of an equation."""
+    name = eqn.primitive.name
+    atoms: list[Any] = [*eqn.invars, *eqn.outvars]
+    dtypes = {str(x.aval.dtype) for x in atoms}
+    if name == "select_n" and (len(eqn.invars) != 3 or str(atoms[0].aval.dtype) != "bool"):
+        return False
+    has_bools = any(str(x.aval.dtype) == "bool" for x in atoms[: len(eqn.invars)])
+    return name in OPERATIONS and dtypes <= _DTYPES and (name in _OF_BOOLS or not has_bools)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elementwise:
@@ -96,9 +116,25 @@ class Elementwise:
                 kept = jnp.broadcast_to((row < rows) & (column < columns), shape)
                 values[result] = jnp.where(kept, value(existing), value(fill))
             else:
-                arguments = [value(x, whole) for x in eqn.invars]
-                values[result] = eqn.primitive.bind(*arguments, **eqn.params)
+                values[result] = _computed(eqn, [value(x, whole) for x in eqn.invars])
         return [value(x) for x in self.outputs]
+
+
+def _computed(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> Any:
+    """Returns the result of an operation, as XLA computes it.
+
+    Triton's minimum of nan and a number is the number.
+    """
+    output: Any = eqn.outvars[0]
+    name, dtype = eqn.primitive.name, output.aval.dtype
+    is_floating = jnp.issubdtype(dtype, jnp.floating)
+    if name in _OF_32_BITS and is_floating and dtype.itemsize == 2:
+        arguments = [x.astype(jnp.float32) if x.dtype == dtype else x for x in arguments]
+    result = eqn.primitive.bind(*arguments, **eqn.params)
+    if name in ("clamp", "max", "min") and is_floating:
+        for x in arguments:
+            result = jnp.where(jnp.isnan(x), x, result)
+    return result.astype(dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +144,7 @@ class Tail:
 
     Attributes:
       matrices: arrays [d, n], or `Layer`s.
-      scalars: arrays [].
+      scalars: arrays [], or `Layer`s.
       program: the operations.
     """
 
@@ -125,7 +161,7 @@ class Tail:
         rows, columns = self.program.shape
         row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
         firsts = [first] if self.program.has_first else []
-        inputs = [*firsts, *map(value_of, self.matrices), *self.scalars]
+        inputs = [*firsts, *map(value_of, (*self.matrices, *self.scalars))]
         outputs = self.program.run(inputs, row, column)
         count = len(self.program.replaced)
         squared = zip(outputs[count:], self.program.strides, strict=True)
@@ -134,7 +170,7 @@ class Tail:
 
     def operands(self, form: Callable[[Any], Any]) -> list[Any]:
         """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
-        return [*map(form, self.matrices), *(x.reshape(1) for x in self.scalars)]
+        return [*map(form, self.matrices), *(value_of(x).reshape(1) for x in self.scalars)]
 
     def results(
         self, matrices: Sequence[Any], programs: int, lead: tuple[int, ...] = ()

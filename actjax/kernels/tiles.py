@@ -33,6 +33,7 @@ class Part:
       first: number of groups before the segment.
       slices: number of slices of a group.
       interpret: whether XLA runs the program, not Triton.
+      program: number of the program.
     """
 
     token: Any
@@ -44,6 +45,7 @@ class Part:
     first: int
     slices: int
     interpret: bool = False
+    program: Any = 0
 
     @property
     def width(self) -> int:
@@ -143,13 +145,18 @@ def run_tail(
         lambda ref: load(ref, row, column, mask),
         lambda ref, value: store(ref, row, column, value, mask),
     )
-    finish_tail(block)
+    finish_tail(block, part.program)
 
 
-def finish_tail(block: OnBlocks) -> None:
-    """Writes the sums of a tail, after the last block of a program."""
+def finish_tail(block: OnBlocks, program: Any) -> None:
+    """Writes the sums of a tail, after the last block of a program.
+
+    Args:
+      block: the tail.
+      program: number of the program.
+    """
     zero = jnp.zeros((1, 1, 1), jnp.int32)
-    program = zero + pl.program_id(0)
+    program = zero + program
     block.finish(lambda ref, total: store(ref, program, zero, total, None))
 
 
@@ -199,6 +206,7 @@ class Grid:
             0,
             0,
             interpret=self.interpret,
+            program=program,
         )
         left = functools.partial(
             Part,
@@ -209,6 +217,7 @@ class Grid:
             groups * self.group,
             groups,
             interpret=self.interpret,
+            program=program,
         )
         if not rest:
             body(whole)

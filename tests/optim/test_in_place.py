@@ -13,9 +13,11 @@ from jaxprs import equations
 import actjax
 from actjax import kernels, optim
 from actjax._math.padding import zero_beyond
+from actjax.kernels.tail import Elementwise
 from actjax.optim.stepping import in_place, pieces, tails
 from actjax.optim.stepping.gradients import value_and_grad
 from actjax.optim.stepping.passes import Layered
+from actjax.residuals.graph.programs import inlined
 
 DEPTH, WIDTH, FEATURES, TOKENS = 2, 32, 64, 16
 CODE = actjax.Quantized(4, group=32, balance=True)
@@ -83,14 +85,19 @@ def calls_on_layers(program) -> dict[str, tuple[int, int]]:
 def assert_equal(one, other):
     """Compares the results of steps.
 
-    Codes and weights agree to the bit. XLA may round other numbers once less. The last is the norm
-    of the update, whose sum of at most 2^13 squares is added up in another order.
+    Codes agree to the bit. XLA may round other numbers once less; then one weight in a thousand is
+    rounded to its other neighbor. The last is the norm of the update, whose sum of at most 2^13
+    squares is added up in another order.
     """
     *one, norm = jax.tree.leaves(one)
     *other, other_norm = jax.tree.leaves(other)
     for a, b in zip(one, other, strict=True):
-        rtol = 2.0**-22 if a.dtype == jnp.float32 else 0
-        np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol, 0)
+        is_weight = a.dtype == jnp.bfloat16
+        rtol = 2.0**-22 if a.dtype == jnp.float32 else 2.0**-7 * is_weight
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        atol = 2.0**-23 * np.abs(b).max() * (rtol > 0)  # A weight is a sum.
+        np.testing.assert_allclose(a, b, rtol, atol)
+        assert np.mean(a != b) < 1e-3 or not is_weight
     np.testing.assert_allclose(norm, other_norm, rtol=2**13 * 2.0**-24)
 
 
@@ -136,6 +143,24 @@ def masked(tx):
 
 
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
+
+
+def keeps(*chosen):
+    """A transform whose state is, for each name, "last": the update; "old": the weight; "next":
+    the next of these; or "set": a constant."""
+
+    def init(params):
+        ones = jax.tree.map(jnp.ones_like, params)
+        return [jnp.asarray(True) if name == "set" else ones for name in chosen]
+
+    def update(updates, state, params=None):
+        new = {"last": updates, "old": params, "set": jnp.asarray(False)}
+        kept = [new[x] if x in new else state[i + 1] for i, x in enumerate(chosen)]
+        return updates, kept
+
+    return optax.GradientTransformation(init, update)
+
+
 TRANSFORMS = {
     "8 bits": TX,
     "4 bits": rounded(optim.scale_by_adam_4bit(group=32, min_size=1024)),
@@ -148,14 +173,21 @@ TRANSFORMS = {
     "lion": optim.stochastic_rounding(optax.lion(0.05)),
     "sgd": optax.sgd(0.05, momentum=0.9, nesterov=True),
     "lamb, which reads norms of updates": optim.stochastic_rounding(optax.lamb(0.05)),
+    "states that are other arrays": optax.chain(
+        optax.trace(0.9), keeps("last", "next", "old", "last", "set"), optax.scale(-0.05)
+    ),
+    "scalars in the state": optax.inject_hyperparams(optax.sgd)(0.05, momentum=0.9),
+    "8 bits, with smaller last blocks": rounded(optim.scale_by_adam_8bit(block=24, min_size=1)),
     "adafactor": optim.stochastic_rounding(optax.adafactor(0.05, min_dim_size_to_factor=16)),
 }
 
 
 @pytest.mark.parametrize("tx", TRANSFORMS.values(), ids=list(TRANSFORMS))
 def test_apply_equals_the_update_with_slices(choose, tx):
-    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
-    grads = jax.tree.map(lambda x: numbers(7, *x.shape), params)
+    # XLA rounds moments in 16 bits in other places.
+    dtype = "float32" if tx is ADAMW else "bfloat16"
+    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH, dtype=dtype)}}
+    grads = jax.tree.map(lambda x: numbers(7, *x.shape, dtype=dtype), params)
     results = []
     for wanted in (False, True):
         choose(wanted)
@@ -227,3 +259,68 @@ def test_a_gradient_by_layers_is_that_of_autodiff(choose):
     counts = calls_on_layers(jax.make_jaxpr(by_layers)(params, INPUTS, jnp.zeros((DEPTH,))))
     assert counts["quantize"] == (9, 9)
     assert counts["swiglu_backward"] == (10, 0)
+
+
+def test_gradients_of_more_bits_than_the_state(choose):
+    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
+    grads = jax.tree.map(lambda x: numbers(7, *x.shape, dtype="float32"), params)
+    results = []
+    for wanted in (False, True):
+        choose(wanted)
+
+        @jax.jit
+        def update(params, grads):
+            return optim.apply(ADAMW, grads, optim.init(ADAMW, params), params, with_norm=True)
+
+        results.append(update(params, grads))
+    assert_equal(*results)
+
+
+def test_a_chain_computes_as_xla_does():
+    """Triton drops nan in minima and maxima, and has no division and few functions in 16 bits."""
+
+    def chain(x, y):
+        return jnp.tanh(x) / jax.lax.pow(jnp.maximum(x, y), y), jnp.clip(x, -1, 1)
+
+    x = jnp.asarray(np.asarray([[np.nan, 0.5, 2.0, -3.0]], jnp.bfloat16))
+    y = jnp.asarray(np.asarray([[1.0, np.nan, 2.0, 1.5]], jnp.bfloat16))
+    program = inlined(jax.make_jaxpr(chain)(x, y)).jaxpr
+    tail = Elementwise(
+        *(tuple(program.eqns), tuple(program.invars), tuple(program.outvars)),
+        *(False, 2, (None, None), ()),
+    )
+    row, column = np.zeros((1, 1), np.int32), np.arange(4)[None]
+    run = functools.partial(tail.run, row=row, column=column)
+    traced = jax.make_jaxpr(run)([x, y])
+    for eqn in equations(traced):
+        if eqn.primitive.name in ("div", "pow", "tanh"):
+            results: list[Any] = eqn.outvars
+            assert {v.aval.dtype for v in results} == {jnp.dtype("float32")}
+    for got, expected in zip(jax.jit(run)([x, y]), jax.jit(chain)(x, y), strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.asarray(got, "float32"), np.asarray(expected, "float32"), rtol=2**-7
+        )
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+def test_other_dtypes_stay_with_xla(choose, dtype):
+    choose(True)
+    params = {"layers": {"w": jax.ShapeDtypeStruct((DEPTH, 8, 8), jnp.dtype(dtype))}}
+    tx = optax.sgd(0.05)
+    state = jax.eval_shape(lambda p: optim.init(tx, p), params)
+    program = jax.make_jaxpr(functools.partial(optim.apply, tx))(params, state, params)
+    assert "elementwise" not in calls_on_layers(program)
+
+
+def test_the_implementation_that_is_asked_for_runs(choose):
+    choose(True)
+    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
+    state = jax.eval_shape(lambda: optim.init(ADAMW, params))
+    for name in ("interpreted", "reference"):
+        with kernels.use(name):
+            update = functools.partial(optim.apply, ADAMW)
+            program = jax.make_jaxpr(update)(params, state, params)
+        calls: Any = [eqn.params["call"] for eqn in equations(program) if "call" in eqn.params]
+        chosen = {call.chosen for call in calls if str(call) == "elementwise"}
+        assert chosen == {name}

@@ -231,7 +231,7 @@ def adam_4bit(
 
         _update((*refs[:13], *refs[end:first]), factor, write, tile, stochastic, **hyper)
         if block is not None:
-            finish_tail(block)
+            finish_tail(block, program)
 
     results = pallas_call(
         kernel,

@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from actjax.kernels import primitive
 from actjax.kernels.elementwise.api import KERNEL
-from actjax.kernels.tail import OPERATIONS, Elementwise, Tail
+from actjax.kernels.tail import Elementwise, Tail, can_run
 from actjax.optim.stepping.square_norm import SQUARES, sampled_rows
 
 Variable = Any
@@ -94,7 +94,7 @@ def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...]) -> bool:
         return shapes == [()]
     if eqn.primitive.name == "iota":
         return True
-    return eqn.primitive.name in OPERATIONS and all(x in (shape, ()) for x in shapes)
+    return can_run(eqn) and all(x in (shape, ()) for x in shapes)
 
 
 def _is_padded_again(eqn: core.JaxprEqn, pad: core.JaxprEqn, shape: tuple[int, ...]) -> bool:
@@ -141,7 +141,8 @@ def _with_chain(
     outputs = {x: core.Var(x.aval) for x in chain.outputs}
     sums = [jaxpr.eqns[i].outvars[0] for i in squares]
     last = max(chain.eqns)
-    call = primitive.empty_call(KERNEL, jaxpr.eqns[last]) if base is None else jaxpr.eqns[base]
+    like = jaxpr.eqns[last if base is None else base]
+    call = primitive.empty_call(KERNEL, KERNEL.chosen(None, (), {}), like) if base is None else like
     tail = Tail(tuple(matrices), tuple(scalars), program)
     call = primitive.with_tail(call, tail, [*outputs.values()], sums)
     numbered = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i != base and i not in squares]
