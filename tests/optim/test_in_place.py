@@ -324,3 +324,18 @@ def test_the_implementation_that_is_asked_for_runs(choose):
         calls: Any = [eqn.params["call"] for eqn in equations(program) if "call" in eqn.params]
         chosen = {call.chosen for call in calls if str(call) == "elementwise"}
         assert chosen == {name}
+
+
+def test_codes_on_the_host_stay_there(choose):
+    choose(True)
+
+    def offloaded(block, x, inputs, key):
+        del inputs, key
+        return x + actjax.linear(x, block["w"], codec=actjax.Offloaded(CODE))
+
+    model = Layered(lambda params, inputs: inputs["x"], offloaded, after, lambda p: p["layers"])
+    params = {"layers": {"w": numbers(9, DEPTH, WIDTH, WIDTH)}, "head": numbers(3, WIDTH, WIDTH)}
+    program = jax.make_jaxpr(functools.partial(value_and_grad, model))(params, INPUTS, None)
+    stacks = [eqn.outvars for eqn in equations(program) if eqn.primitive.name == "scan"]
+    spaces = {x.aval.memory_space for variables in stacks for x in variables}
+    assert jax.memory.Space.Host in spaces

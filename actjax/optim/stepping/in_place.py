@@ -75,6 +75,9 @@ def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any,
     shapes, treedef = jax.tree.flatten(ys)
     if any(jnp.issubdtype(y.dtype, jax.dtypes.extended) for y in shapes):
         return jax.lax.scan(fun, carry, xs)  # Keys cannot be left unset.
+    results: list[Any] = program.jaxpr.outvars
+    if any(getattr(y.aval, "memory_space", None) == jax.memory.Space.Host for y in results):
+        return jax.lax.scan(fun, carry, xs)
     first, carried = jax.tree.flatten(carry)
 
     def body(state: Any, slices: Any) -> tuple[Any, None]:
