@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
 from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import value_of
 
 _LARGEST = 16384
 """Features of a row that registers can hold."""
@@ -111,7 +112,7 @@ def rms_norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
-    )(*arrays, scale[None], operands.rows(dy), *addends)
+    )(*arrays, value_of(scale)[None], operands.rows(dy), *addends)
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 

@@ -23,6 +23,12 @@ from actjax.optim.stepping.square_norm import SQUARES, sampled_rows
 Variable = Any
 """A `core.Var`, of which JAX does not say that its `aval` has a shape."""
 
+_WRITTEN = {
+    "dot_general", "ragged_dot", "conv_general_dilated", "scatter-add", "scatter", "scan", "while",
+    "cond", "optimization_barrier", "cholesky", "triangular_solve", "eigh", "qr", "ffi_call",
+}  # fmt: skip
+"""Operations whose results XLA for GPUs writes to memory."""
+
 _LEAST = 2**16
 """Least size of a matrix: for smaller ones memory costs less than a kernel."""
 
@@ -123,8 +129,10 @@ def _with_chain(
     firsts = [] if base is None else [jaxpr.eqns[base].outvars[0]]
     matrices = [x for x in _matrices(read, chain.shape) if x not in firsts]
     places = [_position(replaced.get(x), matrices) for x in chain.outputs]
-    copied = {x for eqn in jaxpr.eqns if _is_copied(eqn) for x in eqn.outvars}
-    if copied.intersection(matrices) or (base is None and places == [None] * len(places)):
+    makers = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    if not all(_is_in_memory(x, makers) for x in matrices):
+        return None
+    if base is None and places == [None] * len(places):
         return None
     squares = [i for i in squares if jaxpr.eqns[i].invars[0] in [*made, *firsts]]
     scalars = [x for x in read if _shape(x) == ()]
@@ -166,9 +174,16 @@ def _is_square(eqn: core.JaxprEqn) -> bool:
     return primitive.is_kernel(eqn) and eqn.params["call"].kernel is SQUARES
 
 
-def _is_copied(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation copies a row or a column, which XLA reads in place of a copy."""
-    return eqn.primitive.name == "broadcast_in_dim" and _shape(eqn.invars[0]) != ()
+def _is_in_memory(x: Variable, makers: Mapping[Variable, core.JaxprEqn]) -> bool:
+    """Returns whether a matrix is written to memory before its readers, whatever they are.
+
+    XLA computes the others within the fusion that reads them, such as moments that are decoded or a
+    row that is copied to a matrix.
+    """
+    while x in makers and makers[x].primitive.name in ("reshape", "squeeze", "name"):
+        x = makers[x].invars[0]
+    maker = makers.get(x)
+    return maker is None or primitive.is_kernel(maker) or maker.primitive.name in _WRITTEN
 
 
 def _ordered(numbered: Sequence[tuple[int, core.JaxprEqn]]) -> list[core.JaxprEqn] | None:
