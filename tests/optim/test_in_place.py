@@ -340,5 +340,6 @@ def test_codes_on_the_host_stay_there(choose):
     params = {"layers": {"w": numbers(9, DEPTH, WIDTH, WIDTH)}, "head": numbers(3, WIDTH, WIDTH)}
     program = jax.make_jaxpr(functools.partial(value_and_grad, model))(params, INPUTS, None)
     stacks = [eqn.outvars for eqn in equations(program) if eqn.primitive.name == "scan"]
-    spaces = {x.aval.memory_space for variables in stacks for x in variables}
+    stored: list[Any] = [x for variables in stacks for x in variables]
+    spaces = {x.aval.memory_space for x in stored}
     assert jax.memory.Space.Host in spaces
