@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from actjax.kernels.layers import Layer
+from actjax.kernels.layers import Layer, Result
 
 
 class _Ref:
@@ -28,14 +28,6 @@ class _Ref:
     def __getitem__(self, place: tuple[Any, ...]) -> Any:
         first, *others = place
         return self._ref.at[(first + self._first, *others)]
-
-
-Result = jax.ShapeDtypeStruct | Layer
-
-
-def result_like(x: Any) -> Result:
-    """Returns the shape of a result that replaces an operand, or its `Layer`."""
-    return x if isinstance(x, Layer) else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def pallas_call(

@@ -127,3 +127,11 @@ def values_of(tree: Any) -> Any:
 def is_layer_of_stack(x: Any) -> bool:
     """Returns whether `x` is a `Layer`: for `is_leaf` of `jax.tree` functions."""
     return isinstance(x, Layer)
+
+
+Result = jax.ShapeDtypeStruct | Layer
+
+
+def result_like(x: Any) -> Result:
+    """Returns the shape of a result that replaces an operand, or its `Layer`."""
+    return x if isinstance(x, Layer) else jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from actjax.kernels.layer_call import Result, result_like
-from actjax.kernels.layers import value_of
+from actjax.kernels.layers import Result, result_like, value_of
 
 OPERATIONS = {
     "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp",

@@ -159,14 +159,17 @@ def _memory(function, name, **options) -> dict[str, int]:
 
 
 def test_activation_memory_falls_as_documented():
-    exact = gradient_temporaries("exact")
-    assert exact <= 0.62 * gradient_temporaries("plain")
-    assert gradient_temporaries("low_rank") <= 0.72 * exact
+    exact, plain = gradient_temporaries("exact"), gradient_temporaries("plain")
+    assert exact <= 0.45 * plain
+    # Its factors take the place of the output of attention; other inputs of linear operators are
+    # rebuilt by `exact`.
+    assert gradient_temporaries("low_rank") < exact
 
 
 @pytest.mark.slow
 def test_activation_memory_of_pamm_and_remat():
-    assert gradient_temporaries("pamm") < gradient_temporaries("exact")
+    # `exact` rebuilds the input that `pamm` stores a few tokens of.
+    assert gradient_temporaries("pamm") <= 1.01 * gradient_temporaries("exact")
     assert gradient_temporaries("remat") <= gradient_temporaries("jax.checkpoint, full")
 
 

@@ -269,7 +269,9 @@ METHODS: dict[str, Method] = {
     ),
     "pamm": Method(
         "input of q, k and v as a few tokens (PAMM): biased",
-        lambda o: Storage(attention_in=_chosen(o, "attention_in", PointApproximation(1 / 512))),
+        lambda o: dataclasses.replace(
+            REBUILT, attention_in=_chosen(o, "attention_in", PointApproximation(1 / 512))
+        ),
         lambda _: ("attention_in",),
         for_comparison=True,
     ),

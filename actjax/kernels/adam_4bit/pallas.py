@@ -20,8 +20,8 @@ from actjax.formats.four_bit import (
     signed_level,
 )
 from actjax.kernels.adam_4bit.reference import TILE
-from actjax.kernels.layer_call import pallas_call, result_like
-from actjax.kernels.layers import Scaled, scaled, split_scaled
+from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import Scaled, result_like, scaled, split_scaled
 from actjax.kernels.tail import OnBlocks, Tail
 from actjax.kernels.tiles import both, finish_tail
 

@@ -14,8 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
-from actjax.kernels.layer_call import pallas_call, result_like
-from actjax.kernels.layers import Scaled, scaled, split_scaled
+from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import Scaled, result_like, scaled, split_scaled
 from actjax.kernels.tail import Tail
 
 LARGEST_BLOCK = 4096

@@ -28,16 +28,19 @@ CHANNEL = "Quantized(4, scaling='channel')"
 AWAY = {"offload": True}
 
 
+REBUILT_MLP = {"mlp_in": None, "mlp_out": None}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "options", "storage"),
     [
         ("exact", "", {}, REBUILT),
         ("remat", "", {}, Remat()),
         ("remat", "", AWAY, Remat(codec=Offloaded(Exact()))),
-        ("pamm", "", {}, Storage(PointApproximation(1 / 512))),
-        ("pamm", "PointApproximation(points=3)", {}, Storage(PointApproximation(points=3))),
+        ("pamm", "", {}, Storage(PointApproximation(1 / 512), **REBUILT_MLP)),
+        ("pamm", "PointApproximation(points=3)", {}, Storage(PointApproximation(points=3), **REBUILT_MLP)),
         ("pamm", "PointApproximation(tolerance=0.5)", {},
-         Storage(PointApproximation(1 / 512, tolerance=0.5))),
+         Storage(PointApproximation(1 / 512, tolerance=0.5), **REBUILT_MLP)),
         ("low_rank", "", {}, Storage(SVD, SVD, SVD, SVD)),
         ("low_rank", "RandomizedSVD(power_iterations=1)", {}, Storage(*4 * [RandomizedSVD(7, 1)])),
         ("subspace", "", {}, Storage(SVD, SVD, SVD, SVD)),
