@@ -26,8 +26,6 @@ FEW = "Quantized(3, group=32, rounding='dither')"
 NORMAL = functools.partial(Quantized, levels="normal", rotate=True, balance=True)
 CHANNEL = "Quantized(4, scaling='channel')"
 AWAY = {"offload": True}
-
-
 REBUILT_MLP = {"mlp_in": None, "mlp_out": None}
 
 
@@ -38,7 +36,8 @@ REBUILT_MLP = {"mlp_in": None, "mlp_out": None}
         ("remat", "", {}, Remat()),
         ("remat", "", AWAY, Remat(codec=Offloaded(Exact()))),
         ("pamm", "", {}, Storage(PointApproximation(1 / 512), **REBUILT_MLP)),
-        ("pamm", "PointApproximation(points=3)", {}, Storage(PointApproximation(points=3), **REBUILT_MLP)),
+        ("pamm", "PointApproximation(points=3)", {},
+         Storage(PointApproximation(points=3), **REBUILT_MLP)),
         ("pamm", "PointApproximation(tolerance=0.5)", {},
          Storage(PointApproximation(1 / 512, tolerance=0.5), **REBUILT_MLP)),
         ("low_rank", "", {}, Storage(SVD, SVD, SVD, SVD)),
