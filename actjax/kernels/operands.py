@@ -18,6 +18,7 @@ from actjax.formats.noise import halves, random_words
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
 from actjax.kernels import butterflies
+from actjax.kernels.layers import value_of
 from actjax.kernels.tiles import Part, as_float, both, load, load_row, load_sequence
 
 
@@ -192,11 +193,11 @@ def operands(
     arrays = {
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
         **{name: rows(y) for name, y in by_row.items() if y is not None},
-        **({} if x.seed is None else {"seed": x.seed}),
+        **({} if x.seed is None else {"seed": value_of(x.seed)}),
     }
     if x.channels is not None:
         arrays["outliers"] = rows(x.outliers)
-        arrays["position"] = positions(x.channels, x.features)
+        arrays["position"] = positions(value_of(x.channels), x.features)
     if x.format.rotate:
         arrays["signs"] = signs_row(x.features, x.format.group)
 

@@ -343,3 +343,27 @@ def test_codes_on_the_host_stay_there(choose):
     stored: list[Any] = [x for variables in stacks for x in variables]
     spaces = {x.aval.memory_space for x in stored}
     assert jax.memory.Space.Host in spaces
+
+
+@pytest.mark.parametrize("fields", [{"rounding": "dither"}, {"outlier_fraction": 0.05}], ids=str)
+def test_codes_with_other_arrays_are_read_in_place(choose, fields):
+    codec = actjax.Quantized(4, group=32, **fields)
+
+    def coded(block, x, inputs, key):
+        del inputs
+        gate, up = actjax.norm_linear(
+            x, block["scale"], (block["gate"], block["up"]), codec=codec, key=key
+        )
+        return x + actjax.swiglu_linear(gate, up, block["down"], codec=codec, key=key)
+
+    keys, results = jax.random.split(jax.random.key(0), DEPTH), []
+    for wanted in (False, True):
+        choose(wanted)
+        update = optim.in_backward(lambda _, inputs: inputs["x"], coded, after, optax.sgd(0.1))
+        params = parameters()
+        step = jax.jit(update.step)
+        new, *_ = step(params, jax.jit(update.init)(params), INPUTS, keys)
+        results.append(new)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
