@@ -46,11 +46,15 @@ class Config:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row for each step: bytes of the programs by category, and operations."""
+    """Returns one row for each step: bytes of the programs by category, and operations.
+
+    Rows are written after each step.
+    """
     rows = {row["rival"]: row for row in record.rows_to_keep(config.results, config.add)}
     for name in config.only:
         rows[name] = _measure(name, config) | {"commit": record.environment()["commit"]}
         print(f"{name}: {rows[name]['peak'] / 2**30:.2f} GiB", flush=True)
+        record.write(config, list(rows.values()))
     return list(rows.values())
 
 

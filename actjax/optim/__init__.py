@@ -25,9 +25,9 @@ from actjax.optim.states.four_bit import FourBitState as FourBitState
 from actjax.optim.states.four_bit import four_bit as four_bit
 from actjax.optim.states.host_states import to_host as to_host
 from actjax.optim.stepping.apply import apply as apply
-from actjax.optim.stepping.apply import init as init
 from actjax.optim.stepping.apply import redraw as redraw
+from actjax.optim.stepping.backward_step import InBackwardState as InBackwardState
 from actjax.optim.stepping.clipping import clip_by_global_norm as clip_by_global_norm
 from actjax.optim.stepping.in_backward import InBackward as InBackward
-from actjax.optim.stepping.in_backward import InBackwardState as InBackwardState
 from actjax.optim.stepping.in_backward import in_backward as in_backward
+from actjax.optim.stepping.init import init as init

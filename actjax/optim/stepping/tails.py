@@ -124,7 +124,8 @@ def _with_chain(
     for i, eqn in enumerate(jaxpr.eqns):
         for x in _variables(eqn.invars):
             readers[x].append(i)
-    squares = [i for x in (*made, *read) for i in readers[x] if _is_square(jaxpr.eqns[i])]
+    whole = _matrices((*made, *read), chain.shape)
+    squares = [i for x in whole for i in readers[x] if _is_square(jaxpr.eqns[i])]
     base = _base(jaxpr, [x for x in read if {*readers[x]} <= chain.eqns.union(squares)])
     firsts = [] if base is None else [jaxpr.eqns[base].outvars[0]]
     matrices = [x for x in _matrices(read, chain.shape) if x not in firsts]
