@@ -163,13 +163,13 @@ def test_activation_memory_falls_as_documented():
     assert exact <= 0.45 * plain
     # Its factors take the place of the output of attention; other inputs of linear operators are
     # rebuilt by `exact`.
-    assert gradient_temporaries("low_rank") < exact
+    assert gradient_temporaries("low_rank") <= 0.40 * plain
 
 
 @pytest.mark.slow
 def test_activation_memory_of_pamm_and_remat():
-    # `exact` rebuilds the input that `pamm` stores a few tokens of.
-    assert gradient_temporaries("pamm") <= 1.01 * gradient_temporaries("exact")
+    # As little as `exact`, which rebuilds the input that `pamm` stores a few tokens of.
+    assert gradient_temporaries("pamm") <= 0.45 * gradient_temporaries("plain")
     assert gradient_temporaries("remat") <= gradient_temporaries("jax.checkpoint, full")
 
 

@@ -71,6 +71,37 @@ def test_three_steps_equal_those_of_optax(name):
     assert_close(layers_and_rest(jax.device_get(params)), parts, rtol=1e-5, atol=1e-6)
 
 
+def test_a_clipped_update_is_that_of_a_gradient_clipped_before():
+    params, grads = parameters(), parameters(1)
+    # Of 302 normal numbers: about 17.
+    assert 2 * 5 < optax.global_norm(grads) < 100
+
+    @jax.jit
+    def both(params, grads):
+        state = optim.init(ADAMW, params)
+        results = []
+        for clip in (5.0, 100.0):
+            clipped = optax.clip_by_global_norm(clip).update(grads, optax.EmptyState())[0]
+            results.append(
+                (
+                    optim.apply(ADAMW, grads, state, params, clip=clip, with_norm=True),
+                    optim.apply(ADAMW, clipped, state, params, with_norm=True),
+                )
+            )
+        return results
+
+    for ours, theirs in both(params, grads):
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, float("nan"), "1", None])
+def test_a_clip_that_is_no_number_above_0_is_refused(clip):
+    params = parameters()
+    state = jax.eval_shape(functools.partial(optim.init, ADAMW), params)
+    with pytest.raises(ValueError, match=r"`clip` of apply must be a number above 0, got "):
+        optim.apply(ADAMW, params, state, params, clip=clip)
+
+
 def test_factored_gradients_are_multiplied_out_one_layer_at_a_time():
     rng = np.random.default_rng(0)
     params = {"layers": (0.3 * rng.normal(size=(5, 16, 16))).astype("float32")}

@@ -70,6 +70,21 @@ def choose(monkeypatch):
         yield set_to
 
 
+@pytest.fixture
+def compare(choose):
+    """A function that returns the results of another with slices, and in place."""
+
+    def both(fun, *args):
+        results = []
+        for wanted in (False, True):
+            choose(wanted)
+            # A new function, which is traced again.
+            results.append(jax.jit(lambda *xs: fun(*xs))(*args))
+        return results
+
+    return both
+
+
 def calls_on_layers(program) -> dict[str, tuple[int, int]]:
     """Returns the stacks that kernels of a program get, and those that they write, by kernel."""
     counts: dict[str, tuple[int, int]] = {}
@@ -101,22 +116,35 @@ def assert_equal(one, other):
     np.testing.assert_allclose(norm, other_norm, rtol=2**13 * 2.0**-24)
 
 
-def test_two_steps_equal_those_with_slices(choose):
-    results = []
-    for wanted in (False, True):
-        choose(wanted)
+def assert_same_bits(one, other):
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
-        @jax.jit
-        def two_steps(params):
-            def step(_, carry):
-                params, state, *_ = carry
-                return UPDATE.step(params, state, INPUTS, jnp.zeros((DEPTH,)))
 
-            zero = jnp.zeros(())
-            return jax.lax.fori_loop(0, 2, step, (params, UPDATE.init(params), zero, zero))
+def two_steps(params):
+    def step(_, carry):
+        params, state, *_ = carry
+        return UPDATE.step(params, state, INPUTS, jnp.zeros((DEPTH,)))
 
-        results.append(two_steps(parameters()))
-    assert_equal(*results)
+    zero = jnp.zeros(())
+    return jax.lax.fori_loop(0, 2, step, (params, UPDATE.init(params), zero, zero))
+
+
+def two_updates(tx, params, grads):
+    def step(_, carry):
+        return optim.apply(tx, grads, carry[1], carry[0], with_norm=True)
+
+    return jax.lax.fori_loop(0, 2, step, (params, optim.init(tx, params), jnp.zeros(())))
+
+
+def test_two_steps_equal_those_with_slices(compare):
+    assert_equal(*compare(two_steps, parameters()))
+
+
+def test_without_tails_two_steps_have_the_bits_of_those_with_slices(compare, monkeypatch):
+    monkeypatch.setattr(tails, "_LEAST", 2**30)
+    assert_same_bits(*compare(two_steps, parameters()))
 
 
 def test_kernels_get_the_stacks(choose):
@@ -183,37 +211,22 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("tx", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_apply_equals_the_update_with_slices(choose, tx):
+def test_apply_equals_the_update_with_slices(compare, tx):
     # XLA rounds moments in 16 bits in other places.
     dtype = "float32" if tx is ADAMW else "bfloat16"
     params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH, dtype=dtype)}}
     grads = jax.tree.map(lambda x: numbers(7, *x.shape, dtype=dtype), params)
-    results = []
-    for wanted in (False, True):
-        choose(wanted)
-
-        @jax.jit
-        def two_updates(params, grads):
-            def step(_, carry):
-                return optim.apply(tx, grads, carry[1], carry[0], with_norm=True)
-
-            return jax.lax.fori_loop(0, 2, step, (params, optim.init(tx, params), jnp.zeros(())))
-
-        results.append(two_updates(params, grads))
-    assert_equal(*results)
+    assert_equal(*compare(functools.partial(two_updates, tx), params, grads))
 
 
 @pytest.mark.parametrize("name", ["8 bits", "4 bits", "adamw"])
-def test_pieces_of_a_matrix_equal_those_with_slices(choose, monkeypatch, name):
+def test_pieces_of_a_matrix_equal_those_with_slices(compare, monkeypatch, name):
     monkeypatch.setattr(pieces, "LARGEST", 1024)
-    params, tx, results = {"head": numbers(8, FEATURES, WIDTH)}, TRANSFORMS[name], []
-    for wanted in (False, True):
-        choose(wanted)
-        state = jax.jit(functools.partial(optim.init, tx))(params)
-        assert state.pieces
-        update = jax.jit(functools.partial(optim.apply, tx, clip=0.5, with_norm=True))
-        results.append(update(params, state, params))
-    assert_equal(*results)
+    params, tx = {"head": numbers(8, FEATURES, WIDTH)}, TRANSFORMS[name]
+    state = jax.jit(functools.partial(optim.init, tx))(params)
+    assert state.pieces
+    update = functools.partial(optim.apply, tx, clip=0.5, with_norm=True)
+    assert_equal(*compare(update, params, state, params))
 
 
 @pytest.mark.parametrize(
@@ -264,19 +277,14 @@ def test_a_gradient_by_layers_is_that_of_autodiff(choose, dtype):
     assert counts["swiglu_backward"] == (10, 0)
 
 
-def test_gradients_of_more_bits_than_the_state(choose):
+def test_gradients_of_more_bits_than_the_state(compare):
     params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
     grads = jax.tree.map(lambda x: numbers(7, *x.shape, dtype="float32"), params)
-    results = []
-    for wanted in (False, True):
-        choose(wanted)
 
-        @jax.jit
-        def update(params, grads):
-            return optim.apply(ADAMW, grads, optim.init(ADAMW, params), params, with_norm=True)
+    def update(params, grads):
+        return optim.apply(ADAMW, grads, optim.init(ADAMW, params), params, with_norm=True)
 
-        results.append(update(params, grads))
-    assert_equal(*results)
+    assert_equal(*compare(update, params, grads))
 
 
 def test_a_chain_computes_as_xla_does():
@@ -346,7 +354,7 @@ def test_codes_on_the_host_stay_there(choose):
 
 
 @pytest.mark.parametrize("fields", [{"rounding": "dither"}, {"outlier_fraction": 0.05}], ids=str)
-def test_codes_with_other_arrays_are_read_in_place(choose, fields):
+def test_codes_with_other_arrays_are_read_in_place(compare, fields):
     codec = actjax.Quantized(4, group=32, **fields)
 
     def coded(block, x, inputs, key):
@@ -356,14 +364,12 @@ def test_codes_with_other_arrays_are_read_in_place(choose, fields):
         )
         return x + actjax.swiglu_linear(gate, up, block["down"], codec=codec, key=key)
 
-    keys, results = jax.random.split(jax.random.key(0), DEPTH), []
-    for wanted in (False, True):
-        choose(wanted)
-        update = optim.in_backward(lambda _, inputs: inputs["x"], coded, after, optax.sgd(0.1))
-        params = parameters()
-        step = jax.jit(update.step)
-        new, *_ = step(params, jax.jit(update.init)(params), INPUTS, keys)
-        results.append(new)
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+    update = optim.in_backward(lambda _, inputs: inputs["x"], coded, after, optax.sgd(0.1))
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+
+    def step(params):
+        return update.step(params, update.init(params), INPUTS, keys)[0]
+
+    for a, b in zip(*map(jax.tree.leaves, compare(step, parameters())), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
