@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import accumulation_dtype, matmul
+from actjax._math.precision import accumulation_dtype, matmul, product_dtype
 from actjax._shards import gathered
 from actjax.formats.packing import pack, unpack
 
@@ -54,9 +54,11 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
     if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
         raise ValueError(f"`basis` must be [{x.shape[-1]}, k] for x{x.shape}, got {basis.shape}.")
     # If features are divided, XLA would divide the coordinates and replicate the basis for that.
-    coordinates = matmul(x, gathered(basis.astype(x.dtype), axes=(0, 1)))
+    vectors = gathered(basis.astype(x.dtype), axes=(0, 1))
     if bits == 16:
+        coordinates = matmul(x, vectors, dtype=product_dtype(x))
         return BasisCode(coordinates.astype(x.dtype), None, basis.shape[1])
+    coordinates = matmul(x, vectors)
     largest = jnp.max(jnp.abs(coordinates), axis=-1, keepdims=True)
     end = 2 ** (bits - 1) - 1
     scale = (largest / end).astype(x.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from actjax._math.orthogonal import for_each_matrix
 from actjax._math.precision import accumulation_dtype, matmul
+from actjax._math.squares import sum_of_squares
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -250,13 +251,15 @@ def global_norm(tree: Any) -> jax.Array:
     Args:
       tree: a pytree of arrays and `LowRank`s, such as a gradient.
     """
-    squares = [
-        jnp.sum(leaf.norm() ** 2)
-        if is_low_rank(leaf)
-        else jnp.sum(jnp.square(jnp.asarray(leaf, accumulation_dtype(jnp.result_type(leaf)))))
-        for leaf in jax.tree.leaves(tree, is_leaf=is_low_rank)
-    ]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
+    arrays, squares = [], []
+    for leaf in jax.tree.leaves(tree, is_leaf=is_low_rank):
+        if not is_low_rank(leaf):
+            arrays.append(jnp.asarray(leaf))
+        elif leaf.orthonormal:
+            arrays.append(leaf.right)
+        else:
+            squares.append(jnp.sum(leaf.norm() ** 2))
+    return jnp.sqrt(sum(squares, sum_of_squares(arrays)))
 
 
 def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any, jax.Array]:

@@ -132,7 +132,7 @@ class HeldWeight(WrappedWeight, Held):
         in_basis = stored.is_in_basis
         left = None if in_basis or self.left is None else stored.left().astype(self.left.dtype)
         assert in_basis or (left is None) == (self.left is None)
-        right = stored.right(dz).astype(self.right.dtype)
+        right = stored.right(dz, self.right.dtype).astype(self.right.dtype)
         return TappedWeight(None, left, right, None, self.path, self.bits)
 
 

@@ -211,16 +211,25 @@ def takes_tail(eqn: core.JaxprEqn) -> bool:
     return is_kernel(eqn) and not eqn.params["call"].axes and eqn.params["call"].kernel.takes_tail
 
 
-def empty_call(kernel: Computation, chosen: Any, like: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns a call of a kernel without arrays, which stands for nothing without a `Tail`.
+def equation(
+    kernel: Computation, chosen: Any, args: tuple, results: Any, like: core.JaxprEqn
+) -> core.JaxprEqn:
+    """Returns a call of a kernel without options, as an equation.
 
     Args:
-      kernel: the kernel, whose definition returns `(None,)`.
+      kernel: the kernel.
       chosen: how to compute it, as for `Computation.compute`.
+      args: its arguments, with variables in the place of arrays.
+      results: its result, likewise.
       like: an equation with the context of the call.
     """
-    call = _Call(kernel, chosen, (), jax.tree.structure(()), jax.tree.structure((None,)), ())
-    return like.replace(invars=[], outvars=[], primitive=_kernel, params={"call": call})
+    invars, arguments = jax.tree.flatten(args)
+    outvars, returned = jax.tree.flatten(results)
+    known = tuple((x.aval.shape, x.aval.dtype) for x in outvars)
+    call = _Call(kernel, chosen, (), arguments, returned, known)
+    return like.replace(
+        invars=invars, outvars=outvars, primitive=_kernel, params={"call": call}, effects=set()
+    )
 
 
 def with_tail(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from actjax._math.squares import in_parts
 from actjax.kernels.layers import Result, result_like, value_of
 
 OPERATIONS = {
@@ -60,6 +61,7 @@ class Elementwise:
       outputs: variables of matrices, of which the last are squared and added up.
       has_first: whether the first input is the result of a kernel.
       matrices: number of the matrices among the inputs.
+      positions: for each scalar, its place in the array that has it, in row-major order.
       replaced: for each output before those that are squared, the number of the input matrix that
         it replaces; None for a new matrix.
       strides: for each output that is squared: every so many rows are read.
@@ -70,6 +72,7 @@ class Elementwise:
     outputs: tuple[Any, ...]
     has_first: bool
     matrices: int
+    positions: tuple[int, ...]
     replaced: tuple[int | None, ...]
     strides: tuple[int, ...]
 
@@ -143,7 +146,7 @@ class Tail:
 
     Attributes:
       matrices: arrays [d, n], or `Layer`s.
-      scalars: arrays [], or `Layer`s.
+      scalars: small arrays, or `Layer`s, which have the scalars of the program.
       program: the operations.
     """
 
@@ -152,7 +155,7 @@ class Tail:
     program: Elementwise = dataclasses.field(metadata={"static": True})
 
     def on_arrays(self, first: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the outputs, and the sums of squares, for the whole result of a kernel.
+        """Returns the outputs, and the sums of squares in parts, for the result of a kernel.
 
         Args:
           first: the result; None for none.
@@ -160,16 +163,18 @@ class Tail:
         rows, columns = self.program.shape
         row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
         firsts = [first] if self.program.has_first else []
-        inputs = [*firsts, *map(value_of, (*self.matrices, *self.scalars))]
+        scalars = [value_of(x).reshape(-1) for x in self.scalars]
+        scalars = [x[i] for x, i in zip(scalars, self.program.positions, strict=True)]
+        inputs = [*firsts, *map(value_of, self.matrices), *scalars]
         outputs = self.program.run(inputs, row, column)
         count = len(self.program.replaced)
         squared = zip(outputs[count:], self.program.strides, strict=True)
-        sums = [n * jnp.sum(jnp.square(x[::n].astype(jnp.float32))) for x, n in squared]
-        return outputs[:count], sums
+        sums = (n * jnp.sum(jnp.square(x[::n].astype(jnp.float32))) for x, n in squared)
+        return outputs[:count], [in_parts(x[None]) for x in sums]
 
     def operands(self, form: Callable[[Any], Any]) -> list[Any]:
         """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
-        return [*map(form, self.matrices), *(value_of(x).reshape(1) for x in self.scalars)]
+        return [*map(form, self.matrices), *(value_of(x).reshape(-1) for x in self.scalars)]
 
     def results(
         self, matrices: Sequence[Any], programs: int, lead: tuple[int, ...] = ()
@@ -193,7 +198,7 @@ class Tail:
         count = len(self.program.replaced)
         sums = zip(results[count:], self.program.strides, strict=True)
         outputs = [x.reshape(*self.program.shape) for x in results[:count]]
-        return outputs, [stride * jnp.sum(x) for x, stride in sums]
+        return outputs, [stride * in_parts(x.reshape(-1)) for x, stride in sums]
 
 
 @dataclasses.dataclass
@@ -235,7 +240,8 @@ class OnBlocks:
         """
         program, count = self.tail.program, len(self.tail.program.replaced)
         firsts = [first] if program.has_first else []
-        scalars = [x[0] for x in self.operands[program.matrices :]]
+        scalars = zip(self.operands[program.matrices :], program.positions, strict=True)
+        scalars = [x[i] for x, i in scalars]
         inputs = [*firsts, *map(load, self.operands[: program.matrices]), *scalars]
         outputs = program.run(inputs, row, column)
         for ref, x in zip(self.results[:count], outputs[:count], strict=True):

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021); its backward pass holds two tables."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from actjax._core.checks import check_floating
 from actjax._math.precision import accumulation_dtype
@@ -38,9 +38,9 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(accumulation_dtype(x.dtype))
-    signed = jnp.stack([-sin, sin], axis=1)
     # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
-    rotated = halves * cos[:, None, None] + halves[..., ::-1, :] * signed[:, None]
+    opposite = halves[..., ::-1, :] * np.asarray([[-1], [1]], halves.dtype)
+    rotated = halves * cos[:, None, None] + opposite * sin[:, None, None]
     return rotated.astype(x.dtype).reshape(x.shape)
 
 

@@ -52,7 +52,7 @@ class StoredInput:
     def weight_grad(self, dz: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Returns `x_hatᵀ dz`, [d, n], in a dtype."""
         if self.is_in_basis:
-            right = self.right(dz)
+            right = self.right(dz, jnp.float32)
             gradient = matmul(self._basis.astype(right.dtype), right)
             return self._unpadded(gradient, -2).astype(dtype)
         if isinstance(self.codec, Exact):
@@ -65,10 +65,17 @@ class StoredInput:
         codec: Any = self.codec
         return self._unpadded(codec.left(self.code), -2)
 
-    def right(self, dz: jax.Array) -> jax.Array:
-        """Returns the factor [k, n] of `x_hatᵀ dz`; in a basis `P` it is `(x P)ᵀ dz`."""
+    def right(self, dz: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Returns the factor [k, n] of `x_hatᵀ dz`; in a basis `P` it is `(x P)ᵀ dz`.
+
+        Args:
+          dz: cotangent of the product.
+          dtype: that which the factor is rounded to, at most: it may have more bits.
+        """
         if self.is_in_basis:
-            return contract_tokens(in_basis.decode(self.code), dz)
+            coordinates = in_basis.decode(self.code)
+            narrow = product_dtype(coordinates, dz.dtype, dtype)
+            return contract_tokens(coordinates, dz, dtype=narrow)
         codec: Any = self.codec
         return codec.right(self.code, dz)
 

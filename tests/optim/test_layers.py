@@ -86,18 +86,22 @@ def test_put_converts_to_the_dtype_of_the_stack():
     assert jax.eval_shape(lambda x, y: put(x, y, 0), stack, layer).dtype == jnp.bfloat16
 
 
+def norm(tree):
+    return jnp.sum(square_norm(tree))
+
+
 def test_factors_are_multiplied_out_and_norms_are_in_float32():
     factors = LowRank(np.full((4, 1), 3.0, "float32"), np.full((1, 2), 2.0, "float32"))
 
     @jax.jit
     def dense_and_norms(gradient):
         dense = densify(gradient)
-        return dense, square_norm(dense | {"w": dense["w"].astype(jnp.bfloat16)}), square_norm({})
+        return dense, norm(dense | {"w": dense["w"].astype(jnp.bfloat16)}), norm({})
 
-    dense, norm, nothing = dense_and_norms({"w": factors, "b": np.ones(2, "float32")})
+    dense, got, nothing = dense_and_norms({"w": factors, "b": np.ones(2, "float32")})
     np.testing.assert_array_equal(dense["w"], np.full((4, 2), 6.0))
-    assert norm.dtype == jnp.float32
-    assert norm == 8 * 36 + 2
+    assert got.dtype == jnp.float32
+    assert got == 8 * 36 + 2
     assert nothing == 0
 
 
@@ -109,7 +113,7 @@ def test_layers_are_an_attribute_or_an_entry():
 
 def test_the_norm_of_a_large_matrix_is_that_of_every_sixteenth_row():
     x = np.random.default_rng(0).normal(size=(2, 1040, 3)).astype("float32")
-    got, odd = jax.jit(lambda x: (square_norm(x), square_norm(x[:, :1030])))(x)
+    got, odd = jax.jit(lambda x: (norm(x), norm(x[:, :1030])))(x)
     np.testing.assert_allclose(got, 16 * np.sum(x[:, ::16] ** 2), rtol=1e-5)
     # Rows that sixteen does not divide are all read.
     np.testing.assert_allclose(odd, np.sum(x[:, :1030] ** 2), rtol=1e-5)

@@ -40,7 +40,8 @@ _COPIES = _FREE | {
 _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?gemm')
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
-_UNREAD = re.compile(r"actjax_quantize/")
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
+_UNREAD = re.compile(r"actjax_(quantize|copies)/")
 """Kernels that do not read the arrays that they write into."""
 
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
@@ -138,6 +139,8 @@ def _kernels(bodies: dict[str, _Body], name: str, times: int, trips: int) -> Ite
     body = bodies[name]
     for made in body.values():
         if made.operation in _FREE or _EXCHANGES.search(made.operation) or _HOST in made.shape:
+            continue
+        if _ALLOCATES in made.line:
             continue
         if made.operation == "while":
             called = _called(made, "body")

@@ -34,7 +34,7 @@ from actjax.optim.stepping import in_place
 from actjax.optim.stepping.clipping import check_clip
 from actjax.optim.stepping.init import check_state, count_stacked
 from actjax.optim.stepping.pieces import count_pieces, cut, filled, only, without
-from actjax.optim.stepping.square_norm import square_norm
+from actjax.optim.stepping.square_norm import no_square, square_norm
 
 
 def apply(
@@ -122,7 +122,7 @@ def apply(
         new, new_state, moved = update_one(tx, *layer, refresh)
         return put(params, new, i), put(state, new_state, i), square + moved
 
-    carry = stacked, state.layers, jnp.zeros((), jnp.float32)
+    carry = stacked, state.layers, no_square()
     stacked, layers_state, square = jax.lax.fori_loop(0, count, body, carry) if count else carry
     pieces = {}
     for name in state.pieces:
@@ -132,7 +132,7 @@ def apply(
         square += moved
     rest, rest_state, moved = update_rest(tx, clipped(rest_grads), state, rest, refresh)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state, pieces)
-    return (*result, jnp.sqrt(square + moved)) if with_norm else result
+    return (*result, jnp.sqrt(jnp.sum(square + moved))) if with_norm else result
 
 
 def update_rest(
@@ -164,7 +164,7 @@ def update_pieces(
       clipped: from the gradient of a piece to that which is applied.
 
     Returns:
-      The rest with the new matrix, the states, and the squared norm of what was added.
+      The rest with the new matrix, the states, and the `square_norm` of what was added.
     """
     matrix = named_leaves(rest)[name]
     count = count_pieces(matrix.shape)
@@ -190,7 +190,7 @@ def update_pieces(
             state = put(state, new, i)
         return put(weight, w, i, axis=1), state, square + moved
 
-    carry = cut(matrix, count), state, jnp.zeros((), jnp.float32)
+    carry = cut(matrix, count), state, no_square()
     weight, state, square = jax.lax.fori_loop(0, count, body, carry)
     changed = {**named_leaves(rest), name: weight.reshape(matrix.shape)}
     return filled(rest, changed, rest), state, square
@@ -243,7 +243,7 @@ def check_refresh(tx: optax.GradientTransformation, refresh: Any) -> None:
 def update_one(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: bool
 ) -> tuple[Any, Any, jax.Array]:
-    """Updates one tree: returns parameters, state and the squared norm of what was added.
+    """Updates one tree: returns parameters, state and the `square_norm` of what was added.
 
     Args:
       tx: the transform.

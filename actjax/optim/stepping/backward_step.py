@@ -19,6 +19,7 @@ from actjax.optim.stepping.apply import update_one, update_pieces, update_rest
 from actjax.optim.stepping.clipping import Clipping, PartNorms, followed, squared_norm
 from actjax.optim.stepping.passes import Layered, Passes, Residuals, sum_of_parts
 from actjax.optim.stepping.pieces import without
+from actjax.optim.stepping.square_norm import no_square
 
 
 class Settings(NamedTuple):
@@ -66,7 +67,7 @@ class _Outside(NamedTuple):
       grads: gradients that have not been applied; None for the others.
       states: new states of matrices that are updated in pieces, by path.
       square: squared norm of the gradients that have been applied.
-      moved: squared norm of what was added to all parameters, layers included.
+      moved: `square_norm` of what was added to all parameters, layers included.
     """
 
     params: Any
@@ -84,7 +85,7 @@ class _Carry(NamedTuple):
       stacked: the stacked weights.
       states: their optimizer states.
       norms: norms of the parts of the gradient.
-      moved: squared norm of what was added to the parameters.
+      moved: `square_norm` of what was added to the parameters.
       ahead: arrays of the next layer that were fetched ahead; None for its others.
     """
 
@@ -146,7 +147,7 @@ class Step:
         early = [name for name in cut if name not in read_again]
         # Without such matrices, everything outside the layers is clipped by the norm itself.
         norms = known if early else norms._replace(squares=known.squares)
-        outside = _Outside(rest, without(grads, early), {}, zero, zero)
+        outside = _Outside(rest, without(grads, early), {}, zero, no_square())
         for name in early:
             square = squared_norm(gradients[name])
             clipped = self._clipping.clip(gradients[name], norms.estimates[0])

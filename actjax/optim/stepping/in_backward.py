@@ -109,7 +109,7 @@ class InBackward:
         carry = step.update_layers(stacked, residuals.layers, dx, norms, outside.moved)
         of_before = step.gradient_of_before(rest, residuals.before, carry.dx)
         outside, state = step.update_late(outside, of_before, carry)
-        moved = jnp.sqrt(outside.moved)
+        moved = jnp.sqrt(jnp.sum(outside.moved))
         return merge(carry.stacked, outside.params, params), state, loss, moved
 
     def _check(self, params: Any, state: Any, per_layer: Any) -> None:

@@ -19,6 +19,7 @@ from actjax._shards import is_partitioned
 from actjax.kernels import primitive
 from actjax.kernels.layers import Layer, value_of
 from actjax.optim.layers import put
+from actjax.optim.stepping.copies import with_copies
 from actjax.optim.stepping.fusion import Gradients, with_sums
 from actjax.optim.stepping.tails import with_tails
 from actjax.residuals.graph.equations import context_of, run_equation
@@ -51,7 +52,7 @@ def update(
         new, others = fun(layer, *args)
         return jax.tree.map(lambda x, y: jnp.asarray(y).astype(x.dtype), layer, new), others
 
-    program, (_, others) = _traced(converted, *shapes, *args, written=len(written))
+    program, (_, others) = _traced(converted, *shapes, *args, replaced=len(written))
     layers = [Layer(x, index) for x in jax.tree.leaves((stacks, read))]
     places = [*layers[: len(written)], *(None for _ in jax.tree.leaves(others))]
     results = _run(program, [*layers, *jax.tree.leaves(args)], places)
@@ -71,14 +72,14 @@ def scan(fun: Callable[..., tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any,
       xs: arrays with a leading axis of layers; at least one.
     """
     length = len(jax.tree.leaves(xs)[0])
-    program, (_, ys) = _traced(fun, carry, jax.tree.map(_shape_of_layer, xs))
+    first, carried = jax.tree.flatten(carry)
+    program, (_, ys) = _traced(fun, carry, jax.tree.map(_shape_of_layer, xs), carried=len(first))
     shapes, treedef = jax.tree.flatten(ys)
     if any(jnp.issubdtype(y.dtype, jax.dtypes.extended) for y in shapes):
         return jax.lax.scan(fun, carry, xs)  # Keys cannot be left unset.
     results: list[Any] = program.jaxpr.outvars
     if any(getattr(y.aval, "memory_space", None) == jax.memory.Space.Host for y in results):
         return jax.lax.scan(fun, carry, xs)
-    first, carried = jax.tree.flatten(carry)
 
     def body(state: Any, slices: Any) -> tuple[Any, None]:
         carry, stacks = state
@@ -107,19 +108,25 @@ def _shape_of_layer(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _traced(fun: Callable[..., Any], *args: Any, written: int = 0) -> tuple[core.ClosedJaxpr, Any]:
+def _traced(
+    fun: Callable[..., Any], *args: Any, replaced: int = 0, carried: int | None = None
+) -> tuple[core.ClosedJaxpr, Any]:
     """Returns the program of `fun(*args)` without calls, and the shapes of its results.
 
     Args:
       fun: the function.
       *args: its arguments.
-      written: number of the leading arrays whose places the leading results take.
+      replaced: number of the leading arrays whose places the leading results take.
+      carried: number of the leading results behind which all are written into stacks; None for
+        those alone that replace arrays.
     """
     traced, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = inlined(traced, remat=True)
     jaxpr = with_sums(program.jaxpr)
-    pairs = zip(jaxpr.outvars[:written], jaxpr.invars[:written], strict=True)
+    pairs = zip(jaxpr.outvars[:replaced], jaxpr.invars[:replaced], strict=True)
     jaxpr = with_tails(jaxpr, {y: x for y, x in pairs if isinstance(y, core.Var)})
+    placed = range(replaced) if carried is None else range(carried, len(jaxpr.outvars))
+    jaxpr = with_copies(jaxpr, placed, _producers(jaxpr))
     return core.ClosedJaxpr(jaxpr, program.consts), shapes
 
 

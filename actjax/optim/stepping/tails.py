@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -29,6 +30,8 @@ _WRITTEN = {
 }  # fmt: skip
 """Operations whose results XLA for GPUs writes to memory."""
 
+_LARGEST_OF_SCALARS = 2**10
+"""Largest size of an array that a kernel gets for one of its numbers."""
 _LEAST = 2**16
 """Least size of a matrix: for smaller ones memory costs less than a kernel."""
 
@@ -137,12 +140,14 @@ def _with_chain(
         return None
     squares = [i for i in squares if jaxpr.eqns[i].invars[0] in [*made, *firsts]]
     scalars = [x for x in read if _shape(x) == ()]
+    elements = [_element_of(x, makers) for x in scalars]
     program = Elementwise(
         tuple(eqns),
         (*firsts, *matrices, *scalars),
         (*chain.outputs, *(_variables(jaxpr.eqns[i].invars)[0] for i in squares)),
         bool(firsts),
         len(matrices),
+        tuple(position for _, position in elements),
         tuple(places),
         tuple(sampled_rows(chain.shape) for _ in squares),
     )
@@ -151,8 +156,10 @@ def _with_chain(
     sums = [jaxpr.eqns[i].outvars[0] for i in squares]
     last = max(chain.eqns)
     like = jaxpr.eqns[last if base is None else base]
-    call = primitive.empty_call(KERNEL, KERNEL.chosen(None, (), {}), like) if base is None else like
-    tail = Tail(tuple(matrices), tuple(scalars), program)
+    call = like
+    if base is None:
+        call = primitive.equation(KERNEL, KERNEL.chosen(None, (), {}), (), (None,), like)
+    tail = Tail(tuple(matrices), tuple(array for array, _ in elements), program)
     call = primitive.with_tail(call, tail, [*outputs.values()], sums)
     numbered = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i != base and i not in squares]
     ordered = _ordered([*numbered, (last, call)])
@@ -185,6 +192,27 @@ def _is_in_memory(x: Variable, makers: Mapping[Variable, core.JaxprEqn]) -> bool
         x = makers[x].invars[0]
     maker = makers.get(x)
     return maker is None or primitive.is_kernel(maker) or maker.primitive.name in _WRITTEN
+
+
+def _element_of(x: Variable, makers: Mapping[Variable, core.JaxprEqn]) -> tuple[Variable, int]:
+    """Returns a small array of which a scalar is one number, and its place in row-major order.
+
+    A kernel reads the number there. XLA for GPUs would first copy it, in a kernel for each.
+    """
+    position = 0
+    while x in makers:
+        eqn = makers[x]
+        source = eqn.invars[0] if eqn.invars else None
+        if not isinstance(source, core.Var) or math.prod(_shape(source)) > _LARGEST_OF_SCALARS:
+            break
+        if eqn.primitive.name == "slice" and {*(eqn.params["strides"] or (1,))} == {1}:
+            place = np.unravel_index(position, _shape(x))
+            place = np.add(place, eqn.params["start_indices"])
+            position = int(np.ravel_multi_index(tuple(place), _shape(source)))
+        elif eqn.primitive.name not in ("squeeze", "reshape"):
+            break
+        x = source
+    return x, position
 
 
 def _ordered(numbered: Sequence[tuple[int, core.JaxprEqn]]) -> list[core.JaxprEqn] | None:

@@ -1,0 +1,1 @@
+"""Small arrays that are written into stacks together."""

@@ -1,0 +1,44 @@
+"""Small results of a layer that one kernel writes into their stacks."""
+
+from collections.abc import Container, Sequence
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from actjax.kernels import primitive
+from actjax.kernels.copies.api import KERNEL
+
+_LARGEST = 2**20
+"""Most bytes of an array: XLA writes a larger one into its stack where it computes it."""
+
+
+def with_copies(
+    jaxpr: core.Jaxpr, placed: Sequence[int], in_place: Container[core.Var]
+) -> core.Jaxpr:
+    """Returns a program that copies small results, if there are several.
+
+    Args:
+      jaxpr: a program without calls.
+      placed: numbers of the results that are written into stacks.
+      in_place: variables that kernels write there.
+    """
+    made = {x for eqn in jaxpr.eqns for x in eqn.outvars}
+    results = [x for i in placed if isinstance(x := jaxpr.outvars[i], core.Var) and x in made]
+    small = [x for x in dict.fromkeys(results) if x not in in_place and _is_small(x)]
+    if len(small) < 2:
+        return jaxpr
+    copied = {x: core.Var(x.aval) for x in small}
+    chosen = KERNEL.chosen(None, (), {})
+    call = primitive.equation(KERNEL, chosen, (small,), [*copied.values()], jaxpr.eqns[-1])
+    outvars = [*jaxpr.outvars]
+    for i in placed:
+        x = outvars[i]
+        outvars[i] = copied.get(x, x) if isinstance(x, core.Var) else x
+    return jaxpr.replace(eqns=[*jaxpr.eqns, call], outvars=outvars)
+
+
+def _is_small(x: core.Var) -> bool:
+    shape, dtype = x.aval.shape, x.aval.dtype
+    if not jnp.issubdtype(dtype, jnp.number):  # Keys, and bools, whose stacks Triton cannot write.
+        return False
+    return 0 < x.aval.size * dtype.itemsize <= _LARGEST and None not in shape
