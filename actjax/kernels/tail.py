@@ -31,10 +31,11 @@ _OF_32_BITS = {"div", "erf_inv", "expm1", "integer_pow", "log1p", "logistic", "p
 """Those that Triton does not have for floating point numbers of 16 bits."""
 _OF_BOOLS = {"and", "convert_element_type", "eq", "ne", "not", "or", "select_n", "xor"}
 """Those that Triton has for bools."""
-_DTYPES = {
+DTYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16",
     "float16", "float32", "float64",
 }  # fmt: skip
+"""Names of dtypes that Triton has."""
 
 
 def can_run(eqn: core.JaxprEqn) -> bool:
@@ -45,7 +46,7 @@ def can_run(eqn: core.JaxprEqn) -> bool:
     if name == "select_n" and (len(eqn.invars) != 3 or str(atoms[0].aval.dtype) != "bool"):
         return False
     has_bools = any(str(x.aval.dtype) == "bool" for x in atoms[: len(eqn.invars)])
-    return name in OPERATIONS and dtypes <= _DTYPES and (name in _OF_BOOLS or not has_bools)
+    return name in OPERATIONS and dtypes <= DTYPES and (name in _OF_BOOLS or not has_bools)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

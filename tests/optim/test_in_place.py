@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jaxprs import equations
+from optim.calls import calls_on_layers
 
 import actjax
 from actjax import kernels, optim
@@ -85,18 +86,6 @@ def compare(choose):
     return both
 
 
-def calls_on_layers(program) -> dict[str, tuple[int, int]]:
-    """Returns the stacks that kernels of a program get, and those that they write, by kernel."""
-    counts: dict[str, tuple[int, int]] = {}
-    for eqn in equations(program):
-        call: Any = eqn.params.get("call")
-        if getattr(call, "layers", ()):
-            known = counts.get(str(call), (0, 0))
-            own = sum(call.layers), sum(place is not None for place in call.into)
-            counts[str(call)] = known[0] + own[0], known[1] + own[1]
-    return counts
-
-
 def assert_equal(one, other):
     """Compares the results of steps.
 
@@ -171,6 +160,7 @@ def masked(tx):
 
 
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
+TABLE = jnp.asarray(np.linspace(-0.5, 0.5, 8).reshape(4, 2).astype("float32"))
 
 
 def keeps(*chosen):
@@ -197,6 +187,9 @@ TRANSFORMS = {
     "adamw, masked": optim.stochastic_rounding(masked(ADAMW)),
     "8 bits, masked": optim.stochastic_rounding(
         masked(optim.scale_by_adam_8bit(block=32, min_size=1))
+    ),
+    "numbers of a table": optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: u * TABLE[2, 1] - TABLE[1:3][0, 0] * u, updates)
     ),
     "lion": optim.stochastic_rounding(optax.lion(0.05)),
     "sgd": optax.sgd(0.05, momentum=0.9, nesterov=True),
@@ -250,6 +243,17 @@ def test_an_update_is_one_kernel(choose, name, kernel, written):
     counts = calls_on_layers(program)
     assert counts.pop(kernel)[1] == written
     assert set(counts) <= {"adam_4bit_maxima", "copies"}
+
+
+def test_a_kernel_reads_scalars_where_they_are(choose):
+    choose(True)
+    params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
+    tx = TRANSFORMS["numbers of a table"]
+    state = jax.eval_shape(lambda: optim.init(tx, params))
+    program = jax.make_jaxpr(functools.partial(optim.apply, tx))(params, state, params)
+    (call,) = (eqn for eqn in equations(program) if str(eqn.params.get("call")) == "elementwise")
+    shapes = [x.aval.shape for x in call.invars]
+    assert shapes.count(TABLE.shape) == 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,11 +2,11 @@
 
 from collections.abc import Container, Sequence
 
-import jax.numpy as jnp
 from jax.extend import core
 
 from actjax.kernels import primitive
 from actjax.kernels.copies.api import KERNEL
+from actjax.kernels.tail import DTYPES
 
 _LARGEST = 2**20
 """Most bytes of an array: XLA writes a larger one into its stack where it computes it."""
@@ -38,7 +38,5 @@ def with_copies(
 
 
 def _is_small(x: core.Var) -> bool:
-    shape, dtype = x.aval.shape, x.aval.dtype
-    if not jnp.issubdtype(dtype, jnp.number):  # Keys, and bools, whose stacks Triton cannot write.
-        return False
-    return 0 < x.aval.size * dtype.itemsize <= _LARGEST and None not in shape
+    dtype = x.aval.dtype
+    return str(dtype) in DTYPES - {"bool"} and 0 < x.aval.size * dtype.itemsize <= _LARGEST
