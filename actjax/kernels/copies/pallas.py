@@ -27,14 +27,14 @@ def copies(
 ) -> list[Any]:
     """As `actjax.kernels.copies.api.copies`; `into` as for `Computation.compute`."""
     results: list[Any] = list(arrays)
-    copied = [i for i, layer in enumerate(into) if layer is not None]
-    if not copied:
+    places = {i: layer.reshape(-1) for i, layer in enumerate(into) if layer is not None}
+    if not places:
         return results
-    sources = [arrays[i].reshape(-1) for i in copied]
+    sources = [arrays[i].reshape(-1) for i in places]
 
     def kernel(*refs: Any) -> None:
         place = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK)
-        for source, target in zip(refs[: len(copied)], refs[len(copied) :], strict=True):
+        for source, target in zip(refs[: len(places)], refs[len(places) :], strict=True):
             mask = place < source.shape[0]
             numbers = plgpu.load(source.at[place], mask=mask)
             plgpu.store(target.at[(place,)], numbers, mask=mask)
@@ -42,11 +42,11 @@ def copies(
     written = pallas_call(
         kernel,
         grid=(-(-max(x.size for x in sources) // _BLOCK),),
-        out_shape=[into[i].reshape(-1) for i in copied],
+        out_shape=[*places.values()],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_copies",
     )(*sources)
-    for i, y in zip(copied, written, strict=True):
+    for i, y in zip(places, written, strict=True):
         results[i] = y.reshape(*arrays[i].shape)
     return results

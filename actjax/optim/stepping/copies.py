@@ -1,6 +1,7 @@
 """Small results of a layer that one kernel writes into their stacks."""
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 from jax.extend import core
 
@@ -37,6 +38,6 @@ def with_copies(
     return jaxpr.replace(eqns=[*jaxpr.eqns, call], outvars=outvars)
 
 
-def _is_small(x: core.Var) -> bool:
+def _is_small(x: Any) -> bool:
     dtype = x.aval.dtype
     return str(dtype) in DTYPES - {"bool"} and 0 < x.aval.size * dtype.itemsize <= _LARGEST
