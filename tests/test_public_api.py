@@ -132,7 +132,7 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("Subspace", "SubspaceState", "SubspaceTransformation", "apply", "eight_bit"),
         *("in_backward", "init", "redraw", "scale_by_adam_8bit", "subspace", "Side", "Source"),
         *("FourBitState", "RankOneFourBit", "SignedFourBit", "four_bit", "scale_by_adam_4bit"),
-        *("FactoredAdamState", "scale_by_factored_adam"),
+        *("FactoredAdamState", "scale_by_factored_adam", "scale_by_factored_adam_4bit"),
         *("ScaledRemainder", "clip_by_global_norm", "to_host"),
         *("RoundedState", "RoundedTransformation", "WeightRounding"),
         "stochastic_rounding",

@@ -21,6 +21,9 @@ from actjax.optim.states.eight_bit import EightBitState as EightBitState
 from actjax.optim.states.eight_bit import eight_bit as eight_bit
 from actjax.optim.states.factored import FactoredAdamState as FactoredAdamState
 from actjax.optim.states.factored import scale_by_factored_adam as scale_by_factored_adam
+from actjax.optim.states.factored import (
+    scale_by_factored_adam_4bit as scale_by_factored_adam_4bit,
+)
 from actjax.optim.states.four_bit import FourBitState as FourBitState
 from actjax.optim.states.four_bit import four_bit as four_bit
 from actjax.optim.states.host_states import to_host as to_host

@@ -11,6 +11,7 @@ from optim.nearest import nearest
 
 from actjax.formats.four_bit import rank_one_zeros, signed_zeros
 from actjax.kernels.adam_4bit.api import MAXIMA, adam_4bit
+from actjax.kernels.adam_4bit.reference import Means
 
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
@@ -160,3 +161,54 @@ def test_the_first_pass_returns_the_maxima_of_tiles():
             np.testing.assert_allclose(maxima_of_tiles[2 * i], rows, rtol=4 * TINY)
             columns = padded.max(2).reshape(2, 2, 512)[..., :300]
             np.testing.assert_allclose(maxima_of_tiles[2 * i + 1], columns, rtol=4 * TINY)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def factored_steps(grad, mu, means, corrections, hyper):
+    return [
+        adam_4bit(grad, mu, means, corrections, **dict(hyper), implementation=name)
+        for name in NAMES
+    ]
+
+
+@every
+def test_a_factored_moment_is_that_of_adafactor(case):
+    shape, group, dtype = case
+    mu, nu = moments(shape, group)
+    grad = normal(*shape, seed=5).astype(dtype)
+    means = Means(np.square(nu.rows) + np.float32(1e-3), np.square(nu.columns) + np.float32(1e-3))
+    corrections = np.float32([0.19, 0.0199])
+    hyper = HYPER | {"eps_squared": 1e-2}
+    results = factored_steps(grad, mu, means, corrections, tuple(hyper.items()))
+
+    m, squares = f64(jax.jit(lambda mu: mu.decode())(mu)), f64(grad) ** 2 + 1e-2
+    rows, columns = (
+        0.99 * f64(old) + 0.01 * squares.mean(axis, keepdims=True)
+        for old, axis in ((means.rows, -1), (means.columns, -2))
+    )
+    first = 0.9 * m + 0.1 * f64(grad)
+    second = rows / rows.mean(-2, keepdims=True) * columns
+    divisor = np.sqrt(second / f64(corrections)[1] + 1e-9) + 1e-6
+    want = first / f64(corrections)[0] / divisor
+    # Means of at most 512 squares, and the mean of the rows, are rounded sums; a root halves it.
+    terms = 0.9 * abs(m) + 0.1 * abs(f64(grad))
+    slack = (2 * LEVEL + 100 * TINY) * terms / f64(corrections)[0] / divisor
+    for update, new_mu, new in results:
+        assert np.all(abs(f64(update) - want) <= slack)
+        np.testing.assert_allclose(new.rows, rows, rtol=50 * TINY)
+        np.testing.assert_allclose(new.columns, columns, rtol=50 * TINY)
+        np.testing.assert_allclose(
+            new_mu.rows, abs(first).max(-1, keepdims=True), rtol=8 * TINY, atol=1e-12
+        )
+    np.testing.assert_array_equal(results[0][1].codes, results[1][1].codes)
+
+
+def test_an_update_is_zero_where_the_squares_of_a_gradient_overflow():
+    shape, group, _ = CASES[0]
+    grad = np.full(shape, 1e25, "float32")
+    means = Means(np.zeros((*shape[:-1], 1), "float32"), np.zeros((1, shape[-1]), "float32"))
+    hyper = tuple((HYPER | {"eps_squared": 1e-30}).items())
+    mu, _ = zeros(shape, group)
+    for update, new_mu, _ in factored_steps(grad, mu, means, np.float32([0.1, 0.01]), hyper):
+        assert not np.any(update)
+        assert np.isfinite(new_mu.rows).all()

@@ -1,4 +1,4 @@
-"""The transform, compared with `four_bit` of optax's Adam."""
+"""The transforms, compared with `four_bit` of optax's Adam and of Adam with factored moments."""
 
 import functools
 
@@ -18,6 +18,8 @@ from actjax.optim import (
     four_bit,
     scale_by_adam_4bit,
     scale_by_adam_8bit,
+    scale_by_factored_adam,
+    scale_by_factored_adam_4bit,
 )
 
 SETTINGS = {"group": 32, "min_size": 50}
@@ -42,7 +44,13 @@ def trees(steps, scale=1.0):
 
 
 OURS = scale_by_adam_4bit(**SETTINGS)
-PLAIN = four_bit(optax.scale_by_adam(), **SETTINGS)
+PAIRS = {
+    "adam": (OURS, four_bit(optax.scale_by_adam(), **SETTINGS)),
+    "factored": (
+        scale_by_factored_adam_4bit(**SETTINGS),
+        four_bit(scale_by_factored_adam(), **SETTINGS),
+    ),
+}
 
 
 def test_it_equals_four_bit_adam_exactly():
@@ -64,8 +72,9 @@ def test_it_equals_four_bit_adam_exactly():
 
 
 @functools.cache
-def trained():
+def trained(kind):
     """Returns the updates and states of four steps on gradients of four sizes, by name."""
+    ours, plain = PAIRS[kind]
     scales = 0.0, 1.0, 1e15, 1e-15
     params, _ = trees(0)
     grads = [jax.tree.map(lambda *x: np.stack(x), *trees(4, scale)[1]) for scale in scales]
@@ -79,18 +88,19 @@ def trained():
 
             return jax.lax.scan(step, nearest(tx.init(params)), grads)[1]
 
-        results = {"four_bit": jax.lax.map(lambda g: steps(PLAIN, g), grads)}
+        results = {"four_bit": jax.lax.map(lambda g: steps(plain, g), grads)}
         for name in ("default", "interpreted"):
             with actjax.kernels.use(None if name == "default" else name):
-                results[name] = jax.lax.map(lambda g: steps(OURS, g), grads)
+                results[name] = jax.lax.map(lambda g: steps(ours, g), grads)
         return results
 
     return jax.device_get(run(jax.tree.map(lambda *x: np.stack(x), *grads)))
 
 
+@pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("name", ["default", "interpreted"])
-def test_it_is_four_bit_adam_in_a_compiled_step(name):
-    (updates, state), (want, want_state) = trained()[name], trained()["four_bit"]
+def test_it_is_four_bit_adam_in_a_compiled_step(name, kind):
+    (updates, state), (want, want_state) = trained(kind)[name], trained(kind)["four_bit"]
     assert jax.tree.structure(state) == jax.tree.structure(want_state)
     for got, expected in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
@@ -103,6 +113,25 @@ def test_it_is_four_bit_adam_in_a_compiled_step(name):
             # A first moment is a sum in which terms may cancel, each rounded by 6e-8 of itself.
             atol = 2e-7 * np.abs(b).max(initial=0) if np.any(b < 0) else 0
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
+
+
+def test_a_moment_that_is_not_factored_stays_whole():
+    which = {"w": False, "v": True}
+    params = {name: np.zeros((6, 40), "float32") for name in which}
+    grads = {name: normal(6, 40, seed=i) for i, name in enumerate(which)}
+    ours = scale_by_factored_adam_4bit(factored=which, **SETTINGS)
+    plain = four_bit(scale_by_factored_adam(factored=which), **SETTINGS)
+
+    @jax.jit
+    def both(grads):
+        return [tx.update(grads, nearest(tx.init(params))) for tx in (ours, plain)]
+
+    (updates, state), (want, want_state) = both(grads)
+    assert state.inner.rows["w"].shape == (6, 40)
+    assert isinstance(state.inner.mu["w"], SignedFourBit)
+    for pair in ((updates, want), (state.inner.rows, want_state.inner.rows)):
+        for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_only_large_matrices_are_coded():

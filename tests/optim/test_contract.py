@@ -37,6 +37,9 @@ TRANSFORMS = {
         optax.chain(optim.scale_by_adam_4bit(min_size=64, group=32), DOWN)
     ),
     "factored": optax.chain(optim.scale_by_factored_adam(), DOWN),
+    "factored, 4 bits": to_nearest(
+        optax.chain(optim.scale_by_factored_adam_4bit(min_size=64, group=32), DOWN)
+    ),
     "subspace": SUBSPACE(),
     "fira": SUBSPACE(remainder=optim.ScaledRemainder()),
     "rounded": optim.stochastic_rounding(optim.eight_bit(ADAMW, min_size=64)),

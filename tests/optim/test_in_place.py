@@ -182,6 +182,9 @@ def keeps(*chosen):
 TRANSFORMS = {
     "8 bits": TX,
     "4 bits": rounded(optim.scale_by_adam_4bit(group=32, min_size=1024)),
+    "4 bits, factored": rounded(
+        optim.scale_by_factored_adam_4bit(group=32, min_size=1024, eps_squared=1e-12)
+    ),
     "adamw": optim.stochastic_rounding(ADAMW),
     "adamw, to nearest": ADAMW,
     "adamw, masked": optim.stochastic_rounding(masked(ADAMW)),
@@ -230,7 +233,8 @@ def test_pieces_of_a_matrix_equal_those_with_slices(compare, monkeypatch, name):
         ("lion", "elementwise", 2),
         ("sgd", "elementwise", 2),
         ("8 bits, masked", "adam_8bit", 5),
-        ("4 bits", "adam_4bit", 8),
+        ("4 bits", "adam_4bit", 4),
+        ("4 bits, factored", "adam_4bit", 3),
     ],
 )
 def test_an_update_is_one_kernel(choose, name, kernel, written):

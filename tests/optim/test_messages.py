@@ -62,6 +62,9 @@ def test_arguments_of_states_in_few_bits():
         (lambda: optim.scale_by_adam_4bit(min_size=0), "`min_size` of four_bit must be"),
         (lambda: optim.scale_by_factored_adam(b2=1.0), "`b2` of scale_by_factored_adam must be"),
         (lambda: optim.scale_by_factored_adam(eps_squared=0), "above 0, got 0"),
+        (lambda: optim.scale_by_factored_adam_4bit(b2=1.0),
+         "`b2` of scale_by_factored_adam_4bit must be in [0, 1), got 1.0"),
+        (lambda: optim.scale_by_factored_adam_4bit(group=3), "`group` of four_bit must be even"),
         (lambda: optim.scale_by_factored_adam(factored={"w": True, "b": True}).init(
             {"w": W, "b": np.zeros(4)}),
          "names `b` of shape (4,): "),

@@ -103,6 +103,8 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _adam(b1: float, b2: float, config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns the moments of Adam."""
+    if config.factored_second_moment and config.stored_dtype == "4bit":
+        return actjax.optim.scale_by_factored_adam_4bit(b1=b1, b2=b2, group=moment_group)
     if config.factored_second_moment:
         return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.stored_dtype)
     if config.stored_dtype == "8bit":

@@ -17,8 +17,13 @@ from actjax._core.flax import in_structure_of, without_variables
 from actjax._core.paths import map_named, named_leaves
 from actjax._math.precision import accumulation_dtype
 from actjax.factored.low_rank import is_low_rank
+from actjax.formats.four_bit import GROUP, SignedFourBit
+from actjax.kernels.adam_4bit.api import adam_4bit
+from actjax.kernels.adam_4bit.reference import Means
 from actjax.optim.checks import check_parameters
 from actjax.optim.layers import densify
+from actjax.optim.states.adam_8bit import Hyper
+from actjax.optim.states.four_bit import FourBitState, GroupOf, four_bit
 
 
 class FactoredAdamState(NamedTuple):
@@ -26,7 +31,8 @@ class FactoredAdamState(NamedTuple):
 
     Attributes:
       count: number of updates, int32.
-      mu: first moments, in the structure of the parameters; None if `b1` is 0.
+      mu: first moments, in the structure of the parameters; None if `b1` is 0. Those in 4 bits
+        are a `SignedFourBit` each.
       rows: means of the squares of each row, [..., d, 1], in the structure of the parameters; the
         whole second moment of parameters without a factored one.
       columns: means of the squares of each column, [..., 1, n], by the path of a parameter with a
@@ -75,6 +81,52 @@ def scale_by_factored_adam(
     return optax.GradientTransformationExtraArgs(
         cast(Any, settings.init), cast(Any, settings.update)
     )
+
+
+def scale_by_factored_adam_4bit(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    eps_squared: float = 1e-30,
+    factored: Any = None,
+    group: int | GroupOf = GROUP,
+    min_size: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `four_bit(scale_by_factored_adam(...))` on float32, in few passes over memory.
+
+    It computes the same function with the same state, so checkpoints of both are interchangeable.
+    On an NVIDIA GPU, decoded moments exist only in registers. Gradients of any dtype are converted
+    to float32, and the returned updates are float32.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to its root.
+      eps_squared: as for `scale_by_factored_adam`.
+      factored: as for `scale_by_factored_adam`.
+      group: as for `scale_by_adam_4bit`.
+      min_size: moments with fewer elements, and those of vectors, stay in float32.
+
+    Raises:
+      ValueError: as for `scale_by_factored_adam` and `scale_by_adam_4bit`.
+    """
+    name = "scale_by_factored_adam_4bit"
+    b1, b2, eps, _ = Hyper.checked(name, b1, b2, eps, 0.0)
+    inner = scale_by_factored_adam(b1, b2, eps, eps_squared=eps_squared, factored=factored)
+    stored = four_bit(inner, group=group, min_size=min_size)
+
+    def init(params: optax.Params) -> FourBitState:
+        check_parameters(name, params)
+        return stored.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+    def update(
+        updates: optax.Updates, state: FourBitState, params: Any = None, **extra: Any
+    ) -> tuple[optax.Updates, FourBitState]:
+        changes, new = inner.update(updates, state.inner, params, **extra)
+        return changes, FourBitState(new)
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,48 +190,63 @@ class _FactoredAdam:
         grads = densify(without_variables(updates))
         count = optax.safe_increment(state.count)
         corrections = (1 - self.b1**count if self.has_first else 1), 1 - self.b2**count
-        mu = jax.tree.map(_wide, grads)
-        if self.has_first:
-            mu = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state.mu, mu)
-        treedef, columns, changes, rows = jax.tree.structure(grads), {}, [], []
+        treedef, columns, changes, rows, mus = jax.tree.structure(grads), {}, [], [], []
+        old = treedef.flatten_up_to(state.mu) if self.has_first else [None] * treedef.num_leaves
         leaves = named_leaves(grads).items()
-        parts = zip(leaves, treedef.flatten_up_to(state.rows), jax.tree.leaves(mu), strict=True)
-        for (name, g), row, m in parts:
-            second, row, column = self._second(g, row, state.columns.get(name))
+        for (name, g), row, m in zip(leaves, treedef.flatten_up_to(state.rows), old, strict=True):
+            means = row, state.columns.get(name)
+            change, m, row, column = self._step(g, m, *means, corrections)
             if column is not None:
                 columns[name] = column
-            rows.append(row)
-            root = jnp.sqrt(second / corrections[1]) + self.eps
-            changes.append(m / corrections[0] / root)
+            for new, kept in ((changes, change), (rows, row), (mus, m)):
+                new.append(kept)
         changes, rows = treedef.unflatten(changes), treedef.unflatten(rows)
-        new = FactoredAdamState(count, mu if self.has_first else None, rows, columns)
+        mu = treedef.unflatten(mus) if self.has_first else None
+        new = FactoredAdamState(count, mu, rows, columns)
         return in_structure_of(changes, updates, is_low_rank), new
 
-    def _second(self, g: jax.Array, row: jax.Array, column: jax.Array | None) -> Any:
-        """Returns the second moment of an array, and what is kept of it.
+    def _step(
+        self, g: jax.Array, m: Any, row: jax.Array, column: jax.Array | None, corrections: Any
+    ) -> tuple[jax.Array, Any, jax.Array, jax.Array | None]:
+        """Returns the update of an array, its first moment, and its means of rows and of columns.
 
         Args:
           g: gradient, in any dtype.
+          m: the old first moment, an array or in 4 bits; None for none.
           row: means of rows so far; the whole second moment if it is not factored.
           column: means of columns so far; None if it is not factored.
+          corrections: of the first and of the second moment.
         """
+        code = m if isinstance(m, SignedFourBit) else None
+        if code is not None and column is not None:
+            both = jnp.stack(corrections).astype(jnp.float32)
+            hyper = {"b1": self.b1, "b2": self.b2, "eps": self.eps}
+            change, code, means = adam_4bit(
+                *(g, code, Means(row, column), both), **hyper, eps_squared=self.eps_squared
+            )
+            return change, code, means.rows, means.columns
+        m = m if code is None else code.decode()
+        row, column = self._means(g, row, column)
+        second = row if column is None else Means(row, column).decode()
+        m = _wide(g) if m is None else self.b1 * m + (1 - self.b1) * _wide(g)
+        change = m / corrections[0] / (jnp.sqrt(second / corrections[1]) + self.eps)
+        return change, m if code is None else code.encode(m), row, column
+
+    def _means(self, g: jax.Array, row: jax.Array, column: jax.Array | None) -> Any:
+        """Returns the new means of rows and of columns; arguments as for `_step`."""
         b2 = self.b2
 
         def mean(x: jax.Array, axis: int) -> jax.Array:
             return jnp.mean(jnp.square(_wide(x)), axis, keepdims=True) + self.eps_squared
 
         if column is None:
-            second = b2 * row + (1 - b2) * (jnp.square(_wide(g)) + self.eps_squared)
-            return second, second, None
+            return b2 * row + (1 - b2) * (jnp.square(_wide(g)) + self.eps_squared), None
         # Each mean reads the gradient itself: XLA for CPUs would write the squares that both share
         # to memory, which takes longer than all else.
         g = jax.lax.optimization_barrier(g)
         row = b2 * row + (1 - b2) * mean(g, -1)
         g, row = jax.lax.optimization_barrier((g, row))
-        column = b2 * column + (1 - b2) * mean(g, -2)
-        second = row / jnp.mean(row, axis=-2, keepdims=True) * column
-        # Where squares overflow: Adam's second moment is infinite too, and its update zero.
-        return jnp.where(jnp.isfinite(second), second, jnp.inf), row, column
+        return row, b2 * column + (1 - b2) * mean(g, -2)
 
 
 def _wide(x: jax.Array) -> jax.Array:
