@@ -157,8 +157,12 @@ def test_it_maps_over_a_leading_axis():
 
 @pytest.mark.parametrize(
     "ours",
-    [scale_by_adam_4bit(group=64, min_size=8), scale_by_adam_8bit(block=64, min_size=8)],
-    ids=("4 bits", "8 bits"),
+    [
+        scale_by_adam_4bit(group=64, min_size=8),
+        scale_by_adam_8bit(block=64, min_size=8),
+        scale_by_factored_adam_4bit(group=64, min_size=8),
+    ],
+    ids=("4 bits", "8 bits", "4 bits, factored"),
 )
 def test_a_mesh_of_explicit_axes_computes_the_same_as_one_device(ours):
     spec = PartitionSpec("a", "b")
