@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from actjax.formats.blockwise import blockwise_zeros
 from actjax.formats.four_bit import rank_one_zeros, signed_zeros
+from actjax.kernels.adam_4bit.reference import Means
 from benchmarks.kernel_cases.case import Case, normal
 
 _SHAPES = {
@@ -65,7 +66,17 @@ def _make_4bit(
         for key, shape in zip(keys[1:], shapes, strict=True)
     )
     corrections = jnp.asarray([0.19, 0.002], jnp.float32)
-    return *_make_maxima(keys[0], tokens, features, dtype, group), *scales, corrections
+    return *_make_maxima(keys[0], tokens, features, dtype, group), tuple(scales), corrections
+
+
+def _make_factored_maxima(*args: Any, **sizes: Any) -> tuple[Any, ...]:
+    grad, mu, _ = _make_maxima(*args, **sizes)
+    return grad, mu, None
+
+
+def _make_factored(*args: Any, **sizes: Any) -> tuple[Any, ...]:
+    grad, mu, nu, scales, corrections = _make_4bit(*args, **sizes)
+    return grad, mu, Means(nu.rows, nu.columns), scales[:2], corrections
 
 
 def _cases(make: Any, options: dict[str, float], small: dict[str, tuple]) -> tuple[Case, ...]:
@@ -93,5 +104,26 @@ ADAM_8BIT = _cases(
     _DECAYS | _EPSILONS,
     {"whole blocks": (6, 512), "a block left over": (6, 300, jnp.float32)},
 )
-ADAM_4BIT_MAXIMA = _cases(_make_maxima, _DECAYS, _SMALL)
-ADAM_4BIT = _cases(_make_4bit, _DECAYS | _EPSILONS, _SMALL)
+
+
+def _factored(make: Any, options: dict[str, float]) -> tuple[Case, ...]:
+    """Returns cases with a factored second moment."""
+    sizes = {
+        "factored": {"tokens": 21, "features": 300, "group": 64},
+        "llama_1b gate, factored": {"tokens": 2048, "features": 5504},
+        "llama_1b down, factored": {"tokens": 5504, "features": 2048},
+    }
+    return tuple(
+        Case(name, functools.partial(make, dtype=jnp.bfloat16, **size), options, name == "factored")
+        for name, size in sizes.items()
+    )
+
+
+ADAM_4BIT_MAXIMA = (
+    *_cases(_make_maxima, _DECAYS, _SMALL),
+    *_factored(_make_factored_maxima, _DECAYS),
+)
+ADAM_4BIT = (
+    *_cases(_make_4bit, _DECAYS | _EPSILONS, _SMALL),
+    *_factored(_make_factored, _DECAYS | _EPSILONS),
+)

@@ -126,8 +126,9 @@ def test_arguments_that_a_program_refuses_are_named(x64):
 
     def adam_4(reason, mu, nu, grad=None):
         grad = ones(2, mu.width) if grad is None else grad
-        scales = ones(2, 1), ones(1, 64), ones(2, 1), ones(1, 64), ones(2)
-        return interpreted(KERNEL, grad, mu, nu, *scales, **ADAM), refused("adam_4bit", reason)
+        scales = ones(2, 1), ones(1, 64), ones(2, 1), ones(1, 64)
+        call = interpreted(KERNEL, grad, mu, nu, scales, ones(2), **ADAM)
+        return call, refused("adam_4bit", reason)
 
     def adam_8(reason, mu, nu):
         grad = ones(*mu.codes.shape)

@@ -274,7 +274,8 @@ class _Moments:
         self.mu_codes = tile.load(refs["mu"], *tile.byte()).astype(jnp.int32)
         self._scale = tile.load(refs["mu_scales"], *tile.of_group())
         self._mu_rows = tile.load(refs["mu_rows"], *tile.of_row())
-        self._nu_codes = self._nu_rows = None
+        self._nu_codes: Any = None
+        self._nu_rows: Any = None
         if "nu" in refs:
             self._nu_codes = tile.load(refs["nu"], *tile.byte()).astype(jnp.int32)
         if "nu_rows" in refs:

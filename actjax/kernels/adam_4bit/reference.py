@@ -57,8 +57,10 @@ def maxima(
     # Apart from the second pass: otherwise XLA for CPUs writes the new moments to memory.
     grad, mu, nu = jax.lax.optimization_barrier((grad, mu, nu))
     g = grad.astype(jnp.float32)
-    largest = *_largest(_first(g, mu, b1)), *(() if nu is None else _largest(_second(g, nu, b2)))
-    return largest if nu is not None else (*largest, *_sums_of_squares(grad, *largest))
+    largest = _largest(_first(g, mu, b1))
+    if nu is None:
+        return *largest, *_sums_of_squares(grad, *largest)
+    return *largest, *_largest(_second(g, nu, b2))
 
 
 def adam_4bit(

@@ -116,7 +116,7 @@ def scale_by_factored_adam_4bit(
     inner = scale_by_factored_adam(b1, b2, eps, eps_squared=eps_squared, factored=factored)
     stored = four_bit(inner, group=group, min_size=min_size)
 
-    def init(params: optax.Params) -> FourBitState:
+    def init(params: optax.Params) -> Any:
         check_parameters(name, params)
         return stored.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
@@ -220,9 +220,9 @@ class _FactoredAdam:
         code = m if isinstance(m, SignedFourBit) else None
         if code is not None and column is not None:
             both = jnp.stack(corrections).astype(jnp.float32)
-            hyper = {"b1": self.b1, "b2": self.b2, "eps": self.eps}
+            args = g, code, Means(row, column), both
             change, code, means = adam_4bit(
-                *(g, code, Means(row, column), both), **hyper, eps_squared=self.eps_squared
+                *args, b1=self.b1, b2=self.b2, eps=self.eps, eps_squared=self.eps_squared
             )
             return change, code, means.rows, means.columns
         m = m if code is None else code.decode()
