@@ -81,8 +81,10 @@ def adam_4bit(
     second = product(nu.rows, nu.columns) if isinstance(nu, Means) else _second(g, nu, b2)
     root = jnp.sqrt(second / corrections[1] + eps_root)
     update = (first / corrections[0]) / (root + eps)
-    new_nu = nu.encode_with(*scales[2:], second) if isinstance(nu, RankOneFourBit) else None
-    return update, mu.encode_with(*scales[:2], first), new_nu
+    new_mu, new_nu = mu.encode_with(scales[0], scales[1], first), None
+    if isinstance(nu, RankOneFourBit):
+        new_nu = nu.encode_with(scales[2], scales[3], second)
+    return update, new_mu, new_nu
 
 
 def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
