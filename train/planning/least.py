@@ -37,13 +37,13 @@ from train.settings.options import MethodOptions
 from train.settings.resolve import ResolvedConfig
 
 FORWARD, BACKWARD, UPDATE, LOSS = "forward", "backward", "update", "loss"
-_KERNELS, _KERNELS_OF_CODE = 100, 12
+_KERNELS, _KERNELS_OF_CODE = 70, 6
 """Kernels of a layer and a micro-batch, and of the code of each of its sites."""
 _KERNELS_OF_UPDATE = {
-    "4bit": 210, "float32-factored": 135, "bfloat16-factored": 135, "8bit-factored": 160,
-    "4bit-factored": 200,
+    "4bit": 110, "float32-factored": 100, "bfloat16-factored": 100, "8bit-factored": 125,
+    "4bit-factored": 105,
 }  # fmt: skip
-"""Kernels that update a layer, by the dtype of moments; 80 for others."""
+"""Kernels that update a layer, by the dtype of moments; 45 for others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def least_work(config: ResolvedConfig) -> dict[str, Work]:
     added = 3 * (config.accumulate - 1)
     gradient = run.trained * (reads + added) if config.info.subspace is None else 0
     changed = 2 * run.trained + gradient + 2 * (run.states + run.on_host)
-    kernels = _KERNELS_OF_UPDATE.get(config.optimizer.moment_dtype, 80)
+    kernels = _KERNELS_OF_UPDATE.get(config.optimizer.moment_dtype, 45)
     kernels *= config.model_config.num_layers
     update = Work(moved=changed, kernels=kernels, bus=2 * run.on_host)
     return {**_gradient_work(config), UPDATE: update}
