@@ -28,9 +28,9 @@ OPERATIONS = {
 that Triton has."""
 
 _OF_32_BITS = {"div", "erf_inv", "expm1", "integer_pow", "log1p", "logistic", "pow", "tanh"}
-"""Those that Triton does not have for floating point numbers of 16 bits."""
+"""Operations that Triton lacks for floating point numbers of 16 bits."""
 _OF_BOOLS = {"and", "convert_element_type", "eq", "ne", "not", "or", "select_n", "xor"}
-"""Those that Triton has for bools."""
+"""Operations that Triton has for bools."""
 DTYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16",
     "float16", "float32", "float64",

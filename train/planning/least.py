@@ -294,7 +294,7 @@ def _gradient_bytes(config: ResolvedConfig, trained: int) -> int:
         size = 4 if config.lora is not None else _size(config.weight_dtype)
         return trained + (trained * 4 // size if config.accumulate > 1 else 0)
     share, model = _share_of_layers(config), config.model_config
-    # Of the others, the gradient of the embedding comes when the stored arrays are gone.
+    # The gradient of the embedding is computed after the stored arrays are freed.
     others = trained * (1 - share) / (1 if model.tie_embeddings else 2)
     return round(trained * share / model.num_layers + others)
 

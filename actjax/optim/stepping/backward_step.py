@@ -23,7 +23,7 @@ from actjax.optim.stepping.square_norm import no_square
 
 
 class Settings(NamedTuple):
-    """What is the same in every step.
+    """Settings that all steps share.
 
     Attributes:
       model: the functions of the model.
@@ -106,7 +106,7 @@ class Step:
         """Takes what all parts read.
 
         Args:
-          settings: what is the same in every step.
+          settings: those that all steps share.
           state: the state before the step.
           batch: `inputs`, `per_layer` and `weights`, as for `actjax.optim.InBackward.step`.
           refresh: whether to take new bases.
