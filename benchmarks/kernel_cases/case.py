@@ -23,6 +23,8 @@ class Case:
     """Static arguments by name."""
     small: bool = False
     """Whether the interpreter needs seconds for it, not minutes."""
+    joined: Callable[[Any], Any] | None = None
+    """Makes of the results what is defined of them, where they are parts of any size."""
 
     def shapes(self) -> tuple[Any, ...]:
         """Returns the shapes and dtypes of the arguments."""

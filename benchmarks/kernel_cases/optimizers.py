@@ -106,7 +106,15 @@ ADAM_8BIT = _cases(
 )
 
 
-def _factored(make: Any, options: dict[str, float]) -> tuple[Case, ...]:
+def _whole_sums(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Adds the parts of sums of squares, which a program may divide as it likes."""
+    *largest, of_rows, of_columns = results
+    return *largest, of_rows.sum(-1), of_columns.sum(-2)
+
+
+def _factored(
+    make: Any, options: dict[str, float], joined: Callable[[Any], Any] | None = None
+) -> tuple[Case, ...]:
     """Returns cases with a factored second moment."""
     sizes = {
         "factored": {"tokens": 21, "features": 300, "group": 64},
@@ -114,14 +122,20 @@ def _factored(make: Any, options: dict[str, float]) -> tuple[Case, ...]:
         "llama_1b down, factored": {"tokens": 5504, "features": 2048},
     }
     return tuple(
-        Case(name, functools.partial(make, dtype=jnp.bfloat16, **size), options, name == "factored")
+        Case(
+            name,
+            functools.partial(make, dtype=jnp.bfloat16, **size),
+            options,
+            name == "factored",
+            joined,
+        )
         for name, size in sizes.items()
     )
 
 
 ADAM_4BIT_MAXIMA = (
     *_cases(_make_maxima, _DECAYS, _SMALL),
-    *_factored(_make_factored_maxima, _DECAYS),
+    *_factored(_make_factored_maxima, _DECAYS, _whole_sums),
 )
 ADAM_4BIT = (
     *_cases(_make_4bit, _DECAYS | _EPSILONS, _SMALL),

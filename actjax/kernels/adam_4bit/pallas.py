@@ -108,17 +108,21 @@ def _maxima(
     moments, has_second = _Moments(refs, tile), "nu_rows" in refs
     reductions = jnp.max, jnp.max if has_second else jnp.sum
     of_rows: list[list[jax.Array]] = [[], []]
+
+    def reduce(i: int, half: int, moment: jax.Array) -> None:
+        exists = tile.number(half)[2]
+        if exists is not None:
+            moment = jnp.where(exists, moment, 0.0)
+        at = jnp.broadcast_to(step, (1, 1, 1)), *tile.of_column(half)[1:]
+        tile.store(results[i][1], *at, reductions[i](moment, axis=0, keepdims=True))
+        by_group = reductions[i](moment, axis=2, keepdims=True)
+        of_rows[i].append(reductions[i](by_group, axis=1, keepdims=True))
+
     for half in range(2):
         g = _gradient(tile, refs["grad"], factor, half)
-        exists = tile.number(half)[2]
-        second = moments.second(g, half, b2) if has_second else g * g
-        for i, moment in enumerate((jnp.abs(moments.first(g, half, b1)), second)):
-            if exists is not None:
-                moment = jnp.where(exists, moment, 0.0)
-            at = jnp.broadcast_to(step, (1, 1, 1)), *tile.of_column(half)[1:]
-            tile.store(results[i][1], *at, reductions[i](moment, axis=0, keepdims=True))
-            by_group = reductions[i](moment, axis=2, keepdims=True)
-            of_rows[i].append(reductions[i](by_group, axis=1, keepdims=True))
+        # One moment after the other: together they need more registers than there are.
+        reduce(0, half, jnp.abs(moments.first(g, half, b1)))
+        reduce(1, half, moments.second(g, half, b2) if has_second else g * g)
     at = tile.row, jnp.broadcast_to(place, (1, 1, 1)), tile.rows_exist
     joined = jnp.maximum, jnp.maximum if has_second else jnp.add
     for i, (by_tile_ref, _) in enumerate(results):
