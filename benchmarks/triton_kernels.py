@@ -1,9 +1,11 @@
-"""Kernels written in Triton and those of Pallas, as the assembler for an H100 reports them.
+"""Kernels written in Triton and those of Pallas, as the assembler for GPUs reports them.
 
 `python -m benchmarks.triton_kernels` compiles both, at the shapes of real models, and prints for
-each choice of blocks: registers, spilled bytes, shared memory, and the instructions of a program.
-Rows also have instructions for each number, and those among them that compare, select and shift.
-No GPU is needed: `pip install -e '.[programs,triton,compile]'`. `benchmarks.gpu` measures times.
+each GPU: registers, spilled bytes, shared memory, the instructions of a program for each number,
+those among them that compare, select and shift, and the share of the bandwidth of an H100 that they
+allow. Instructions in a loop count as often as it
+runs, and those that a branch jumps over not at all: they are for numbers that never occur.
+No GPU is needed: `pip install -e '.[programs,compile]'`. `benchmarks.gpu` measures times.
 """
 
 import collections
@@ -32,6 +34,12 @@ _POINTERS = {
 }  # fmt: skip
 _SELECTING = ("FSETP", "ISETP", "SEL", "FSEL", "FMNMX", "IMNMX", "LOP3", "SHF", "PRMT", "VIADD")
 """Instructions that compare, select and shift: a core computes them at half the rate of FFMA."""
+_BANDWIDTH = 2.81e12
+"""Bytes per second of an update in place of a large array on an H100 (`gpu.json`)."""
+_ISSUED = 0.75 * 132 * 4 * 32 * 1.755e9
+"""Instructions of threads per second: three quarters of what the cores of an H100 can issue. With
+it the nine cases of `gpu.json` whose programs have one path get 0.90 to 1.18 of their measured
+share of the bandwidth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +49,14 @@ class Config:
     cases: tuple[str, ...] = (
         "llama_1b block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b gate, 4 bits, normal levels, balanced, rotated",
+        "llama_7b gate, 4 bits, normal levels, balanced, rotated",
+        "smollm2_135m block input, 4 bits, normal levels, balanced, rotated",
+        "llama_1b, 4 bits, normal levels, balanced, rotated",
+        "llama_7b, 4 bits, normal levels, balanced, rotated",
     )
     """Names of cases of `benchmarks.kernel_cases`."""
+    capabilities: tuple[str, ...] = ("8.0", "8.9", "9.0")
+    """Compute capabilities of the GPUs to compile for."""
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
 
     def __post_init__(self) -> None:
@@ -57,44 +71,53 @@ def measure(config: Config) -> list[dict[str, Any]]:
         for case in cases:
             if case.name not in config.cases or kernel.triton is None:
                 continue
-            numbers = math.prod(jax.tree.leaves(case.shapes())[0].shape)
+            tokens, features = case.make.keywords["tokens"], case.make.keywords["features"]
             common = {
                 "kernel": name,
                 "case": case.name,
                 "bytes": case.least_bytes(kernel.reference),
-                "numbers": numbers,
+                "numbers": tokens * features,
             }
-            pallas = {"program": "pallas", "choice": "", **_pallas(kernel, case, numbers)}
-            rows.append(common | pallas)
+            pallas = {"program": "pallas", "capability": "9.0"}
+            made = [pallas | _pallas(kernel, case, common["numbers"])]
             call = _launch(kernel, case)
-            rows += [common | _assembled(call, choice, numbers) for choice in call.choices]
+            made += [_assembled(call, x, common["numbers"]) for x in config.capabilities]
+            rows += [common | row | {"share": _share(common, row)} for row in made]
     return rows
 
 
-def _launch(kernel: Any, case: Case) -> Any:
-    """Returns the launch for the shapes of a case, whose arguments are shapes too."""
+def _share(case: dict[str, Any], row: dict[str, Any]) -> float:
+    """Returns the share of the bandwidth of an H100 that a program is predicted to reach."""
+    busy = row["by_number"] * case["numbers"] / _ISSUED
+    return min(1.0, case["bytes"] / _BANDWIDTH / busy)
+
+
+def _launch(kernel: Any, case: Case) -> tuple[Any, list[Any]]:
+    """Returns the launch for the shapes of a case, and the shapes that it gets."""
     module, calls = importlib.import_module(kernel.triton), []
 
     def trace(*args: Any) -> list[jax.Array]:
         calls.append(module.launch(*args, **case.options))
-        return list(calls[0].arguments)
+        return calls[0].arrays()
 
     shapes = jax.eval_shape(trace, *case.shapes())
-    return dataclasses.replace(calls[0], arguments=shapes)
+    return calls[0], shapes
 
 
-def _assembled(call: Any, choice: Any, numbers: int) -> dict[str, Any]:
-    """Returns the report of the assembler for a program in Triton, with blocks of a choice."""
+def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> dict[str, Any]:
+    """Returns the report of the assembler for a program in Triton."""
     # Here, since the page of tables, which imports this module, needs no Triton.
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from actjax.kernels.triton_call import HOPPER
+    from actjax.kernels.triton_call import block_of
 
-    arrays = [*call.arguments, *call.results]
-    constants = {**call.constants, **choice.kwargs}
+    call, arguments = launch
+    block = dict(block_of(call.kernel.__name__, tuple(map(int, capability.split(".")))))
+    options = {name: block.pop(name) for name in ("num_warps", "num_stages")}
+    arrays, constants = [*arguments, *call.results], {**call.constants, **block}
     names = call.kernel.arg_names
     pointers = {name: _POINTERS[str(x.dtype)] for name, x in zip(names, arrays, strict=False)}
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
@@ -107,18 +130,18 @@ def _assembled(call: Any, choice: Any, numbers: int) -> dict[str, Any]:
                 # As jax-triton has it: arrays begin at a multiple of 16 bytes.
                 attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
             ),
-            target=GPUTarget("cuda", HOPPER, 32),
-            options={"num_warps": choice.num_warps, "num_stages": choice.num_stages},
+            target=GPUTarget("cuda", int(capability.replace(".", "")), 32),
+            options=options,
         )
         cubin = pathlib.Path(folder, "program.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
-        threads = math.prod(call.grid(constants)) * choice.num_warps * 32
-        stages = f", {choice.num_stages} stages" if choice.num_stages > 1 else ""
+        threads = math.prod(call.grid(constants)) * options["num_warps"] * 32
         return {
             "program": "triton",
-            "choice": f"{choice.kwargs['TILE']} tokens, {choice.num_warps} warps{stages}",
+            "capability": capability,
+            "block": f"{block['STEPS']} x {block['TILE']} tokens, {options['num_warps']} warps",
             "shared": compiled.metadata.shared,
-            **_instructions(cubin, threads, numbers),
+            **_instructions(cubin, threads, numbers, block["STEPS"]),
         }
 
 
@@ -133,19 +156,51 @@ def _pallas(kernel: Any, case: Case, numbers: int) -> dict[str, Any]:
         return {"shared": reported["shared"], **_instructions(cubin, threads, numbers)}
 
 
-def _instructions(cubin: pathlib.Path, threads: int, numbers: int) -> dict[str, Any]:
-    """Returns registers, spills, and instructions for each number, each counted once."""
+def _instructions(
+    cubin: pathlib.Path, threads: int, numbers: int, steps: int = 1
+) -> dict[str, Any]:
+    """Returns registers, spills, and the instructions that run for each number.
+
+    Args:
+      cubin: the program.
+      threads: threads of a launch.
+      numbers: numbers of a launch.
+      steps: times that a loop of the program runs.
+    """
     usage = _run("cuobjdump", "-res-usage", cubin)
-    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+ )?\s*([A-Z][A-Z0-9_]+)", re.M)
-    count = collections.Counter(line.findall(_run("nvdisasm", cubin)))
+    count = _executed(_run("cuobjdump", "-sass", cubin), steps)
     selecting = sum(count[name] for name in _SELECTING)
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "spilled": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
-        "instructions": count.total(),
         "by_number": count.total() * threads / numbers,
         "selecting_by_number": selecting * threads / numbers,
     }
+
+
+def _executed(listing: str, steps: int) -> collections.Counter[str]:
+    """Returns how often each instruction runs in a thread, from the listing of a program."""
+    line = re.compile(
+        r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+ )?\s*([A-Z][A-Z0-9_]+)([^;]*);", re.M
+    )
+    found = [(int(at, 16), name, rest) for at, name, rest in line.findall(listing)]
+    jumps = [
+        (at, int(target[1], 16))
+        for at, name, rest in found
+        if name == "BRA" and (target := re.search(r"0x([0-9a-f]+)", rest))
+    ]
+    # The last jump, of an instruction to itself, ends the program.
+    loops = [(to, at) for at, to in jumps if to < at]
+    rare = [
+        (at, to)
+        for at, to in jumps
+        if to > at and any(first <= at and to <= last for first, last in loops)
+    ]
+    count: collections.Counter[str] = collections.Counter()
+    for at, name, _ in found:
+        if name != "NOP" and not any(first < at < last for first, last in rare):
+            count[name] += steps ** sum(first <= at <= last for first, last in loops)
+    return count
 
 
 def _run(tool: str, *arguments: str | pathlib.Path) -> str:
@@ -158,14 +213,17 @@ def _run(tool: str, *arguments: str | pathlib.Path) -> str:
 
 def table(rows: list[dict[str, Any]]) -> Cells:
     """Returns the table of the rows."""
-    titles = {"program": "program", "choice": "blocks", "registers": "registers",
-              "spilled": "spilled", "shared": "shared, bytes",
-              "instructions": "instructions"}  # fmt: skip
     return [
-        {"case": row["case"]}
-        | {
-            title: f"{x:,}" if isinstance(x := row[name], int) else x
-            for name, title in titles.items()
+        {
+            "kernel": row["kernel"],
+            "case": row["case"],
+            "program": row["program"],
+            "GPU": row["capability"],
+            "blocks": row.get("block", ""),
+            **{name: f"{row[name]:,}" for name in ("registers", "spilled", "shared")},
+            "instructions a number": f"{row['by_number']:.1f}",
+            "share of bandwidth": f"{row['share']:.2f}" if row["capability"] == "9.0" else "",
+            "select": f"{row['selecting_by_number']:.1f}",
         }
         for row in rows
     ]
@@ -173,7 +231,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
-    print_cells("compiled for an H100", table(rows))
+    print_cells("Kernels as assembled", table(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Codes with a scale for each channel, as in HyC-LoRA (2025), in plain JAX.
 
-All tokens of a channel share a scale, and the levels are symmetric about zero or about a centre.
+All tokens of a channel share a scale, and the levels are symmetric about zero or about a centre. A
+group divides the channels: it is what is rotated together, or all of them.
 There is no kernel: fine-tuned as HyC-LoRA does it, balanced groups lose a seventh of what these
 codes lose (docs/papers/hyc-lora.md).
 """
@@ -31,7 +32,7 @@ class ChannelCode:
       planes: packed bytes of each group, as returned by `actjax.formats.packing.pack`.
       features: d. Static.
       dtype: dtype of the activation. Static.
-      format: meaning of the bits; a group is what is rotated together. Static.
+      format: meaning of the bits. Static.
       scale: distance between two levels, or the unit of "normal" levels, [d]; None if a codec has
         it.
       centre: middle of the levels, [d]; None for zero, or if a codec has it.
@@ -53,19 +54,16 @@ class ChannelCode:
 
 def fit_scales(x: jax.Array, channels: jax.Array | None, format: fmt.Format) -> jax.Array:
     """Returns the stored scales [d] of the channels of `x` [..., d], without outlier channels."""
-    values, scales = group_scales.without(channels, x), []
-    for segment in fmt.segments(x.shape[-1], format.group):
-        part = group_scales.prepare(segment.take(values), format)
-        tokens = tuple(range(part.ndim - 2))
-        if format.levels == "normal":
-            scale = group_scales.fit_normal(part, tokens, format)
-        else:
-            largest = jnp.max(jnp.abs(part), tokens, keepdims=True, initial=0)
-            largest = group_scales.nan_where_any(part, tokens, largest)
-            unit = largest * (2 / (2**format.bits - 1))
-            scale = group_scales.rounded_scale(unit, format.scale_dtype, towards=1)
-        scales.append(scale.reshape(-1))
-    return group_scales.stored(jnp.concatenate(scales), format.scale_dtype)
+    part = group_scales.prepare(group_scales.without(channels, x), format)
+    tokens = tuple(range(part.ndim - 2))
+    if format.levels == "normal":
+        scale = group_scales.root_mean_square(part, tokens)
+    else:
+        largest = jnp.max(jnp.abs(part), tokens, keepdims=True, initial=0)
+        largest = group_scales.nan_where_any(part, tokens, largest)
+        unit = largest * (2 / (2**format.bits - 1))
+        scale = group_scales.rounded_scale(unit, format.scale_dtype, towards=1)
+    return group_scales.stored(scale.reshape(-1), format.scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames="format", inline=True)
@@ -91,16 +89,14 @@ def encode(
         zero.
       format: how numbers are stored.
     """
-    values, codes = group_scales.without(channels, x), []
-    for segment in fmt.segments(x.shape[-1], format.group):
-        part = group_scales.prepare(segment.take(values), format)
-        if centre is not None:
-            part = part - _numbers(segment, centre, part.dtype, format)
-        unit = _numbers(segment, scale, part.dtype, format)
-        shift = None if seed is None else draw(seed, segment, x.shape, format)
-        codes.append(segment.flatten(codes_of(part, None, unit, shift, format)))
+    part = group_scales.prepare(group_scales.without(channels, x), format)
+    if centre is not None:
+        part = part - _numbers(centre, part.dtype, format)
+    unit = _numbers(scale, part.dtype, format)
+    shift = None if seed is None else draw(seed, part.shape)
+    codes = fmt.joined(codes_of(part, None, unit, shift, format))
     return ChannelCode(
-        planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
+        planes=pack(codes, format.bits, format.group),
         features=x.shape[-1],
         dtype=jnp.dtype(x.dtype),
         format=format,
@@ -116,18 +112,17 @@ def decode(code: ChannelCode) -> jax.Array:
     format, wide = code.format, accumulation_dtype(code.dtype)
     fuse = format.levels == "uniform" and not format.rotate
     codes = unpack(code.planes, format.bits, code.features, format.group, fuse=fuse)
-    parts = []
-    for segment in fmt.segments(code.features, format.group):
-        unit = _numbers(segment, code.scale, wide, format)
-        shift = None if code.seed is None else draw(code.seed, segment, codes.shape, format)
-        part = values_of(segment.take(codes), None, unit, shift, format)
-        if code.centre is not None:
-            part = part + _numbers(segment, code.centre, wide, format)
-        parts.append(segment.flatten(rotate_back(part) if format.rotate else part))
-    x = jnp.concatenate(parts, axis=-1).astype(code.dtype)
+    groups = code.features // format.group
+    codes = codes.reshape(*codes.shape[:-1], groups, format.group)
+    shift = None if code.seed is None else draw(code.seed, codes.shape)
+    part = values_of(codes, None, _numbers(code.scale, wide, format), shift, format)
+    if code.centre is not None:
+        part = part + _numbers(code.centre, wide, format)
+    x = fmt.joined(rotate_back(part) if format.rotate else part, code.features).astype(code.dtype)
     return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
 
 
-def _numbers(segment: fmt.Segment, stored: jax.Array, dtype: Any, format: fmt.Format) -> jax.Array:
-    """Returns stored scales or centres of a segment, [groups, size]."""
-    return segment.take(stored.view(format.scale_dtype).astype(dtype))
+def _numbers(stored: jax.Array, dtype: Any, format: fmt.Format) -> jax.Array:
+    """Returns stored scales or centres of all channels of groups, [groups, group]."""
+    numbers = stored.view(format.scale_dtype).astype(dtype)
+    return numbers.reshape(len(numbers) // format.group, format.group)

@@ -14,6 +14,7 @@ from actjax.codecs.quantized import Quantized
 from actjax.formats import scales as group_scales
 from actjax.formats.balance import balance_of, spread_of, weighted_sums
 from actjax.formats.code import QuantizedCode
+from actjax.formats.levels import normal_levels
 from actjax.formats.scales import stored
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
@@ -162,6 +163,9 @@ class Calibrated(Codec, holds_arrays=True):
             )
         centre = group_scales.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
+        if codec.levels == "normal":
+            top = float(normal_levels(codec.bits)[-1])
+            return cls(codec, stored(reach / top, dtype), channels, stored(centre, dtype))
         scale = codec.fit_channels(reach[None], None)
         return cls(codec, scale, channels, stored(centre, dtype))
 

@@ -43,24 +43,19 @@ class AnyLevels(Codec, holds_arrays=True):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
         del key
         check_activation(self, x)
-        format = self._stored.format
-        codes, offsets, scales = [], [], []
-        for segment in fmt.segments(x.shape[-1], format.group):
-            part = group_scales.prepare(segment.take(x), format)
-            top = jnp.asarray(self.top, part.dtype)
-            offset, scale = group_scales.fit_range(part, top, format)
-            offsets.append(offset)
-            scales.append(scale)
-            position = jnp.round(over(part - offset, scale))
-            codes.append(segment.flatten(jnp.clip(position, 0, top).astype(jnp.uint8)))
-        joined = jnp.concatenate(codes, axis=-1)
+        format = self._stored.format_of(x.shape[-1])
+        part = group_scales.prepare(x, format)
+        top = jnp.asarray(self.top, part.dtype)
+        offset, scale = group_scales.fit_range(part, top, format)
+        position = jnp.round(over(part - offset, scale))
+        codes = fmt.joined(jnp.clip(position, 0, top).astype(jnp.uint8))
         return QuantizedCode(
-            planes=pack(joined, format.bits, format.group),
-            scale=group_scales.stored_scales(scales, format),
+            planes=pack(codes, format.bits, format.group),
+            scale=group_scales.stored(scale[..., 0], format.scale_dtype),
             features=x.shape[-1],
             dtype=jnp.dtype(x.dtype),
             format=format,
-            offset=group_scales.stored_scales(offsets, format),
+            offset=group_scales.stored(offset[..., 0], format.scale_dtype),
         )
 
     def decode(self, code: QuantizedCode) -> jax.Array:

@@ -35,6 +35,8 @@ from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
 
 _SEED_BYTES = 8
+_LEAST_GROUP = 32
+"""Features that a group is not halved below, if a token has as many."""
 _CHOICES = {"rounding": Rounding, "scaling": Scaling, "scale_dtype": ScaleDtype, "levels": Levels}
 
 
@@ -47,11 +49,11 @@ class Quantized(Codec):
     levels are symmetric about zero. `Δ`, the scale, is the distance between two levels:
     `(max - min) / (2^bits - 1)`.
 
-    Storage: `bits` bits per number, each token padded to whole bytes (3, 5 and 6 bits are two
-      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group
-      ("normal" levels: a scale), or a scale per channel, in `scale_dtype`; outlier channels in the
-      dtype of `x`, with a 4-byte index each; 8 bytes of seed for dither; with `balance` a mean and
-      a spread per channel and sequence, in `scale_dtype`.
+    Storage: `bits` bits per number, each token padded to whole groups and whole bytes (3, 5 and 6
+      bits are two planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per
+      group ("normal" levels: a scale), or a scale per channel and no padded groups, in
+      `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
+      for dither; with `balance` a mean and a spread per channel and sequence, in `scale_dtype`.
     Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
       variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
@@ -74,19 +76,22 @@ class Quantized(Codec):
 
     Attributes:
       bits: bits of a number.
-      group: features that share a scale; the last group of a token may be smaller. With
-        scaling="channel", the features that are rotated together.
+      group: features that share a scale. It is halved, to no less than 32, where a token then takes
+        fewer bytes, and where half of it holds a token: 576 features are 9 groups of 64. With
+        scaling="channel", the features that are rotated together; of these the largest number that
+        divides all features.
       rounding: "nearest"; "stochastic", up or down with probabilities that make it unbiased; or
         "dither", which adds a random shift before rounding and subtracts it again in `decode`.
       outlier_fraction: share of the channels, those with the largest norms, that are stored whole.
       scaling: "group" or "channel".
       scale_dtype: dtype of scales and offsets.
-      levels: "uniform", or "normal": the levels of least mean square error for normally distributed
-        values, about zero, times a least-squares scale. For up to 4 bits, rounded to the nearest.
+      levels: "uniform", or "normal": levels of least mean square error for normally distributed
+        values (`actjax.formats.levels`), times the root mean square of the group. For up to 4 bits,
+        rounded to the nearest.
       rotate: whether to rotate each group by a Hadamard matrix before encoding, and back in
         `decode`. It spreads outliers over their group and makes its values look normal. A group is
-        rotated in blocks of the largest power of two that divides its size, so the last group of an
-        odd width is not.
+        rotated in blocks of the largest power of two that divides its size. If `rounding` is
+        "nearest", values are rounded to bfloat16 before.
       balance: whether to subtract the mean of each channel over the tokens of a sequence, and to
         divide by the root of its deviation, before anything else. The tokens of a sequence are the
         second last axis of `x`. Both are measured on all tokens, on every fourth from 512 on, and
@@ -139,9 +144,30 @@ class Quantized(Codec):
 
     @property
     def format(self) -> Format:
-        """The meaning of the stored bits, as the kernels take it: all but outliers and balance."""
+        """The meaning of the bits of features in whole groups: all but outliers and balance."""
         names = (field.name for field in dataclasses.fields(Format))
         return Format(**{name: getattr(self, name) for name in names})
+
+    def format_of(self, features: int) -> Format:
+        """Returns the meaning of the bits of so many features."""
+        return dataclasses.replace(self.format, group=self._group_of(features))
+
+    def _group_of(self, features: int) -> int:
+        """Returns the features that share a scale, or that are rotated together."""
+        if features == 0:
+            return self.group
+        if self.scaling == "channel":
+            return max(1, math.gcd(self.group, features) if self.rotate else features)
+        sizes = [self.group]
+        while sizes[-1] % 2 == 0 and (sizes[-1] // 2 >= min(features, _LEAST_GROUP)):
+            sizes.append(sizes[-1] // 2)
+        return min(sizes, key=lambda size: self._bytes_of_token(features, size))
+
+    def _bytes_of_token(self, features: int, group: int) -> int:
+        """Returns the bytes of the codes and scales of groups of a token."""
+        groups = fmt.group_count(features, group)
+        scale = jnp.dtype(self.scale_dtype).itemsize * (1 + (self.levels == "uniform"))
+        return packed_bytes(self.bits, groups * group) + groups * scale
 
     @property
     def biased(self) -> bool:
@@ -163,7 +189,8 @@ class Quantized(Codec):
             return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
         mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
         inputs = QuantizeInputs(x, self._seed(key), channels, mean, spread)
-        return dataclasses.replace(quantize(inputs, format=self.format), mean=mean, spread=spread)
+        code = quantize(inputs, format=self.format_of(x.shape[-1]))
+        return dataclasses.replace(code, mean=mean, spread=spread)
 
     def decode(self, code: QuantizedCode | by_channel.ChannelCode) -> jax.Array:
         is_by_channel = isinstance(code, by_channel.ChannelCode)
@@ -174,13 +201,14 @@ class Quantized(Codec):
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         tokens, features = token_count(shape), shape[-1]
-        groups = fmt.group_count(features, self.group)
-        scales = features if self.scaling == "channel" else tokens * groups
-        if self.scaling == "group" and self.levels == "uniform":
-            scales *= 2
+        if self.scaling == "channel":
+            scales = features * jnp.dtype(self.scale_dtype).itemsize
+            codes_and_scales = tokens * packed_bytes(self.bits, features) + scales
+        else:
+            group = self._group_of(features)
+            codes_and_scales = tokens * self._bytes_of_token(features, group)
         return (
-            tokens * packed_bytes(self.bits, features)
-            + scales * jnp.dtype(self.scale_dtype).itemsize
+            codes_and_scales
             + (
                 self._statistics(shape) * jnp.dtype(self.scale_dtype).itemsize
                 if self.balance
@@ -198,7 +226,7 @@ class Quantized(Codec):
         shape = tuple(shape)
         if self.scaling != "group" or self.balance or self.outlier_fraction:
             return shape
-        scales = self.stored_bytes((1,), "float32") - packed_bytes(self.bits, 1)
+        scales = self._bytes_of_token(1, 1) - packed_bytes(self.bits, 1)
         enough = min(self.group, 3 * scales * 8 // self.bits)
         while len(shape) > 1 and shape[-1] < enough:
             shape = (*shape[:-2], shape[-2] * shape[-1])
@@ -236,14 +264,13 @@ class Quantized(Codec):
         """
         check_activation(self, x)
         if self.scaling == "channel":
-            return by_channel.encode(
-                x, self._seed(key), channels, scale, centre, format=self.format
-            )
+            format = self.format_of(x.shape[-1])
+            return by_channel.encode(x, self._seed(key), channels, scale, centre, format=format)
         if centre is None:
             raise ValueError(f"`scale` and `centre` of {self} must be given together.")
         mean, spread = (self.of_sequences(y, x.shape) for y in (centre, scale))
         inputs = QuantizeInputs(x, self._seed(key), channels, mean, spread)
-        return quantize(inputs, format=self.format)
+        return quantize(inputs, format=self.format_of(x.shape[-1]))
 
     def _seed(self, key: jax.Array | None) -> jax.Array | None:
         return noise.seed_of(self.required_key(key)) if self.needs_key else None
@@ -255,7 +282,7 @@ class Quantized(Codec):
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""
-        return by_channel.fit_scales(x, channels, self.format)
+        return by_channel.fit_scales(x, channels, self.format_of(x.shape[-1]))
 
     @staticmethod
     def _statistics(shape: Sequence[int]) -> int:

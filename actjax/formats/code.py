@@ -1,9 +1,10 @@
 """The format of quantized numbers: their settings, their arrays, and the order of their groups."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from actjax._shards import Dims
 from actjax.formats.packing import PLANES
@@ -16,7 +17,11 @@ ScaleDtype = Literal["bfloat16", "float32"]
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How numbers are stored. `actjax.Quantized` documents, checks and sets each field."""
+    """How numbers are stored. `actjax.Quantized` documents, checks and sets each field.
+
+    Groups are whole: the features of a token are filled up to a multiple of `group`, as `grouped`
+    does it, and the code holds the numbers that were added.
+    """
 
     bits: int
     group: int
@@ -123,49 +128,30 @@ def is_in_groups(features: int, format: Format) -> bool:
     return features % format.group == 0 and bytes_are_whole
 
 
-class Segment(NamedTuple):
-    """A run of features that is divided into groups of one size.
-
-    Attributes:
-      start: index of its first feature.
-      first: index of its first group.
-      groups: number of groups.
-      size: features of a group.
-    """
-
-    start: int
-    first: int
-    groups: int
-    size: int
-
-    def take(self, x: jax.Array) -> jax.Array:
-        """Returns this run of `x` [..., d], as [..., groups, size]."""
-        part = x[..., self.start : self.start + self.groups * self.size]
-        return part.reshape(*x.shape[:-1], self.groups, self.size)
-
-    def of_groups(self, scale: jax.Array) -> jax.Array:
-        """Returns the scales of these groups out of [..., all groups], as [..., groups, 1]."""
-        return scale[..., self.first : self.first + self.groups, None]
-
-    @staticmethod
-    def flatten(part: jax.Array) -> jax.Array:
-        """Returns [..., groups, size] as [..., features]; the inverse of `take`."""
-        return part.reshape(*part.shape[:-2], part.shape[-2] * part.shape[-1])
-
-
-def segments(features: int, group: int) -> list[Segment]:
-    """Returns the run of whole groups, and the run of one smaller group that remains, if any."""
-    groups, last = divmod(features, group)
-    runs = [Segment(0, 0, groups, group)] if groups or not last else []
-    return runs + ([Segment(groups * group, groups, 1, last)] if last else [])
-
-
 def group_count(features: int, group: int) -> int:
-    """Returns the number of groups, with a smaller last group."""
+    """Returns the number of groups; the last one is filled up."""
     return -(-features // group)
+
+
+def grouped(x: jax.Array, format: Format) -> jax.Array:
+    """Returns `x` [..., d] as [..., groups, group].
+
+    The last group is filled up with zeros, or for uniform levels, whose range it must not widen,
+    with its last number.
+    """
+    groups = group_count(x.shape[-1], format.group)
+    if missing := groups * format.group - x.shape[-1]:
+        fill = "edge" if format.levels == "uniform" and not format.rotate else "constant"
+        x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),), mode=fill)
+    return x.reshape(*x.shape[:-1], groups, format.group)
+
+
+def joined(groups: jax.Array, features: int | None = None) -> jax.Array:
+    """Returns [..., groups, group] as [..., d], the inverse of `grouped`; None for all numbers."""
+    *lead, count, size = groups.shape
+    return groups.reshape(*lead, count * size)[..., :features]
 
 
 def noise_words(features: int, group: int) -> int:
     """Returns the random words of a token: for each group, half its features, rounded up."""
-    groups, last = divmod(features, group)
-    return groups * -(-group // 2) + -(-last // 2)
+    return group_count(features, group) * -(-group // 2)

@@ -47,9 +47,7 @@ def _centered(sixteen_bits: jax.Array) -> jax.Array:
     return number * np.float32(2**-16) + np.float32(2**-17 - 0.5)
 
 
-def uniform(
-    seed: jax.Array, tokens: int, groups: int, size: int, first: int, words: int
-) -> jax.Array:
+def uniform(seed: jax.Array, tokens: int, groups: int, size: int) -> jax.Array:
     """Returns uniform numbers in (-1/2, 1/2) for groups of features, [tokens, groups, size].
 
     The two halves of a group share words: features `j` and `j + ceil(size / 2)`.
@@ -59,12 +57,10 @@ def uniform(
       tokens: T.
       groups: number of groups.
       size: features of a group.
-      first: index of the first word of the first group within a token.
-      words: number of words of a token.
     """
     half = -(-size // 2)
     shape = (tokens, groups, half)
     token, group, place = (jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(3))
-    counter = token * np.uint32(words) + np.uint32(first) + group * np.uint32(half) + place
+    counter = (token * np.uint32(groups) + group) * np.uint32(half) + place
     low, high = halves(random_words(counter, seed[0], seed[1]))
     return jnp.concatenate([low, high], axis=-1)[..., :size]

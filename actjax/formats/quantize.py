@@ -8,8 +8,8 @@ import numpy as np
 
 from actjax._math.precision import accumulation_dtype, over
 from actjax.formats import code as fmt
+from actjax.formats import levels as normal
 from actjax.formats import scales as group_scales
-from actjax.formats.levels import nearest_code, value_of
 from actjax.formats.noise import uniform
 from actjax.formats.packing import pack, unpack
 from actjax.formats.rotation import rotate_back
@@ -19,49 +19,32 @@ def quantize(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> fmt.Quantized
     """As `actjax.kernels.quantize.api.quantize`."""
     x, seed, channels = inputs.x, inputs.seed, inputs.channels
     values = group_scales.balanced(x, inputs.mean, inputs.spread, format)
-    values = group_scales.without(channels, values)
-    codes, offsets, scales = [], [], []
-    for segment in fmt.segments(x.shape[-1], format.group):
-        part = group_scales.prepare(segment.take(values), format)
-        offset, scale = group_scales.fit(part, format)
-        scales.append(scale)
-        if offset is not None:
-            offsets.append(offset)
-        shift = None if seed is None else draw(seed, segment, x.shape, format)
-        codes.append(segment.flatten(codes_of(part, offset, scale, shift, format)))
+    part = group_scales.prepare(group_scales.without(channels, values), format)
+    offset, scale = group_scales.fit(part, format)
+    shift = None if seed is None else draw(seed, part.shape)
+    codes = fmt.joined(codes_of(part, offset, scale, shift, format))
     return fmt.QuantizedCode(
-        planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
-        scale=group_scales.stored_scales(scales, format),
+        planes=pack(codes, format.bits, format.group),
+        scale=group_scales.stored(scale[..., 0], format.scale_dtype),
         features=x.shape[-1],
         dtype=jnp.dtype(x.dtype),
         format=format,
-        offset=group_scales.stored_scales(offsets, format) if offsets else None,
+        offset=None if offset is None else group_scales.stored(offset[..., 0], format.scale_dtype),
         outliers=None if channels is None else x[..., channels],
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
     )
 
 
-def draw(
-    seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format
-) -> jax.Array:
-    """Returns the random shifts of a segment of `x`, [..., groups, size], float32.
+def draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns random shifts, float32 [..., groups, group].
 
     Args:
       seed: uint32 [2].
-      segment: which groups.
-      shape: shape of `x`, [..., d].
-      format: format of the code.
+      shape: [..., groups, group].
     """
-    shift = uniform(
-        seed,
-        math.prod(shape[:-1]),
-        segment.groups,
-        segment.size,
-        segment.first * -(-format.group // 2),
-        fmt.noise_words(shape[-1], format.group),
-    )
-    return shift.reshape(*shape[:-1], segment.groups, segment.size)
+    *tokens, groups, size = shape
+    return uniform(seed, math.prod(tokens), groups, size).reshape(shape)
 
 
 def codes_of(
@@ -81,7 +64,7 @@ def codes_of(
       format: format of the code.
     """
     if format.levels == "normal":
-        return nearest_code(over(part, scale), format.bits).astype(jnp.uint8)
+        return normal.code_of(over(part, scale), format.bits)
     top = 2**format.bits - 1
     position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
     if shift is not None:
@@ -95,21 +78,14 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     format, wide = code.format, accumulation_dtype(code.dtype)
     fuse = format.levels == "uniform" and not format.rotate
-    codes = unpack(code.planes, format.bits, code.features, format.group, fuse=fuse)
-    parts = []
-    for segment in fmt.segments(code.features, format.group):
-        scale = group_scales.scale_of(segment, code.scale, format, wide)
-        offset = (
-            None
-            if code.offset is None
-            else group_scales.scale_of(segment, code.offset, format, wide)
-        )
-        shift = None if code.seed is None else draw(code.seed, segment, codes.shape, format)
-        part = values_of(segment.take(codes), offset, scale, shift, format)
-        if format.rotate:
-            part = rotate_back(part)
-        parts.append(segment.flatten(part))
-    x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    padded = fmt.group_count(code.features, format.group) * format.group
+    codes = unpack(code.planes, format.bits, padded, format.group, fuse=fuse)
+    codes = codes.reshape(*codes.shape[:-1], padded // format.group, format.group)
+    scale = group_scales.of_groups(code.scale, format, wide)
+    offset = None if code.offset is None else group_scales.of_groups(code.offset, format, wide)
+    shift = None if code.seed is None else draw(code.seed, codes.shape)
+    part = values_of(codes, offset, scale, shift, format)
+    x = fmt.joined(rotate_back(part) if format.rotate else part, code.features)
     x = group_scales.unbalanced(x, code.mean, code.spread, format).astype(code.dtype)
     return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
 
@@ -123,7 +99,7 @@ def values_of(
 ) -> jax.Array:
     """Returns the values of codes, as `codes_of` has them."""
     if format.levels == "normal":
-        return value_of(codes, format.bits, scale.dtype) * scale
+        return normal.value_of(codes, format.bits, scale.dtype) * scale
     position = codes.astype(scale.dtype)
     if shift is not None:
         position = position - shift.astype(position.dtype)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax._math.precision import accumulation_dtype
-from actjax.formats.code import segments
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -62,7 +61,6 @@ def signs_of(features: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(features)).choice([-1.0, 1.0], features)
 
 
-def signs_row(features: int, group: int) -> jax.Array:
-    """Returns the signs of a whole group, then those of a smaller last one, float32 [1, n]."""
-    rows = [signs_of(segment.size) for segment in segments(features, group)]
-    return jnp.asarray(np.concatenate(rows)[None], jnp.float32)
+def signs_row(group: int) -> jax.Array:
+    """Returns the signs of a group, float32 [1, group]."""
+    return jnp.asarray(signs_of(group)[None], jnp.float32)

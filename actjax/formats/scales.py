@@ -6,40 +6,42 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, over
-from actjax.formats.code import Format, ScaleDtype, Segment
-from actjax.formats.levels import nearest_code, value_of
+from actjax.formats.code import Format, ScaleDtype, grouped
 from actjax.formats.rotation import rotate
 
 
-def prepare(part: jax.Array, format: Format) -> jax.Array:
-    """Returns `part` [..., groups, size] in the accumulation dtype, rotated if `format` says so."""
-    return rotate(part) if format.rotate else part.astype(accumulation_dtype(part.dtype))
+def prepare(x: jax.Array, format: Format) -> jax.Array:
+    """Returns `x` [..., d] in whole groups, [..., groups, group], in the accumulation dtype.
+
+    They are rotated if `format` says so. Numbers that are then rounded to the nearest level are
+    rounded to bfloat16 before, as the matrix units of GPUs take them.
+    """
+    part = grouped(x.astype(accumulation_dtype(x.dtype)), format)
+    if not format.rotate:
+        return part
+    if format.rounding == "nearest":
+        # XLA may simplify a cast there and back to the identity.
+        part = jax.lax.reduce_precision(part, 8, 7)
+    return rotate(part)
 
 
 def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the offset (or None) and the scale of each group of `part` [..., groups, size].
+    """Returns the offset (or None) and the scale of each group of `part` [..., groups, group].
 
-    They have the values that will be stored, in the dtype of `part`, and broadcast against it.
+    They have the dtype of `part`, and broadcast against it. The offset and the scale of uniform
+    levels have the values that will be stored.
     """
     if format.levels == "normal":
-        return None, fit_normal(part, (-1,), format)
+        return None, root_mean_square(part, (-1,))
     return fit_range(part, 2**format.bits - 1, format)
 
 
-def fit_normal(part: jax.Array, axes: tuple[int, ...], format: Format) -> jax.Array:
-    """Returns the least-squares scale of "normal" levels for the numbers along some axes."""
-    # Numbers within one, so that no square overflows.
+def root_mean_square(part: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the scale of "normal" levels for the numbers along some axes."""
+    # Of numbers within one, so that no square overflows.
     largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
-    part = over(part, largest)
-    deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
-    # Computed once: XLA would fuse the search for levels into each of the sums.
-    nearest = nearest_code(over(part, deviation), format.bits).astype(jnp.uint8)
-    codes = jax.lax.optimization_barrier(nearest)
-    levels = jax.lax.optimization_barrier(value_of(codes, format.bits, part.dtype))
-    fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
-        levels * levels, axes, keepdims=True
-    )
-    return rounded_scale(fitted * largest, format.scale_dtype)
+    unit = over(part, largest)
+    return jnp.sqrt(jnp.mean(unit * unit, axes, keepdims=True)) * largest
 
 
 def fit_range(part: jax.Array, top: jax.Array | int, format: Format) -> tuple[jax.Array, jax.Array]:
@@ -85,15 +87,9 @@ def stored(x: jax.Array, dtype: ScaleDtype) -> jax.Array:
     return cast(jax.Array, rounded if dtype == "float32" else rounded.view(jnp.uint16))
 
 
-def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:
-    """Returns the scales of the groups of all segments side by side, as stored."""
-    joined = jnp.concatenate([scale[..., 0] for scale in scales], axis=-1)
-    return stored(joined, format.scale_dtype)
-
-
-def scale_of(segment: Segment, scale: jax.Array, format: Format, dtype: Any) -> jax.Array:
-    """Returns the stored scales of a segment, which broadcast against its [..., groups, size]."""
-    return segment.of_groups(scale.view(format.scale_dtype).astype(dtype))
+def of_groups(scale: jax.Array, format: Format, dtype: Any) -> jax.Array:
+    """Returns stored scales [..., groups] as numbers, [..., groups, 1]."""
+    return scale.view(format.scale_dtype).astype(dtype)[..., None]
 
 
 def balanced(

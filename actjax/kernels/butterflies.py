@@ -1,6 +1,6 @@
 """Rotation of groups that a kernel holds in registers, as `actjax.formats.rotation` defines it.
 
-Sylvester's matrix of a block of `2^n` numbers is a product of `n` factors. Each replaces pairs of
+Sylvester's matrix of a group of `2^n` numbers is a product of `n` factors. Each replaces pairs of
 numbers, a power of two apart, by their sum and their difference: the fast Walsh-Hadamard transform
 (Fino and Algazi, 1976). Most pairs are in two slices of a group, at the same place, so that a
 thread holds both.
@@ -12,51 +12,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.formats.rotation import block_size
 from actjax.kernels.tiles import Part, load
 
 
-def rotate_slices(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[jax.Array]:
+def rotate_slices(part: Part, values: list[jax.Array], signs: Any) -> list[jax.Array]:
     """Returns the slices of groups, rotated.
 
     Args:
       part: groups in the slices of `actjax.kernels.limits.slice_count`.
       values: numbers of each slice, float32.
       signs: reference to the result of `actjax.formats.rotation.signs_row`.
-      group: features of a whole group.
     """
-    signed = [v * _signs(part, signs, group, n) for n, v in enumerate(values)]
+    signed = [v * _signs(part, signs, n) for n, v in enumerate(values)]
     unit = _unit(part)
     return [v * unit for v in _transformed(part, signed)]
 
 
-def rotate_slices_back(
-    part: Part, values: list[jax.Array], signs: Any, group: int
-) -> list[jax.Array]:
+def rotate_slices_back(part: Part, values: list[jax.Array], signs: Any) -> list[jax.Array]:
     """Returns the argument of `rotate_slices`; its inverse."""
     unit, values = _unit(part), _transformed(part, values)
-    return [v * (unit * _signs(part, signs, group, n)) for n, v in enumerate(values)]
+    return [v * (unit * _signs(part, signs, n)) for n, v in enumerate(values)]
 
 
 def _unit(part: Part) -> np.float32:
-    return np.float32(1) / np.sqrt(np.float32(block_size(part.size)))
+    return np.float32(1) / np.sqrt(np.float32(part.size))
 
 
-def _signs(part: Part, signs: Any, group: int, number: int) -> jax.Array:
+def _signs(part: Part, signs: Any, number: int) -> jax.Array:
     """Returns the signs of a slice, [1, 1, lanes]."""
-    begin = group if part.first else 0
-    mask = None if part.width == part.lane.shape[-1] else part.place(number) < part.size
-    return load(signs, jnp.zeros((1, 1, 1), jnp.int32), begin + part.place(number), mask)
+    return load(signs, jnp.zeros((1, 1, 1), jnp.int32), part.place(number), None)
 
 
 def _transformed(part: Part, values: list[jax.Array]) -> list[jax.Array]:
-    """Returns the products of blocks with Sylvester's matrices."""
-    block = block_size(part.size)
-    if block == 1:
-        return values
+    """Returns the products of groups with Sylvester's matrix."""
     values = list(values)
     apart = 1
-    while apart < block // part.width:
+    while apart < part.slices:
         for i in range(len(values)):
             if i & apart == 0:
                 a, b = values[i], values[i + apart]

@@ -22,18 +22,22 @@ Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
 `interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests; `mosaic`
 is compiled by Mosaic for a TPU, and elsewhere run slowly; `triton` is written in Triton itself,
-for an NVIDIA GPU, and needs jax-triton."""
+for an NVIDIA GPU, and needs jax-triton. JAX 0.11 announced the end of the backend of `pallas`."""
 
 _BACKENDS = {
     "pallas": ("jax.experimental.pallas.triton", f"which JAX {jax.__version__} does not have"),
     "mosaic": ("jax.experimental.pallas.tpu", f"which JAX {jax.__version__} does not have"),
-    "triton": ("jax_triton", "which is not installed (`pip install 'actjax[triton]'`)"),
+    "triton": ("jax_triton", "which is not installed (`pip install 'actjax[gpu]'`)"),
 }
 _BACKENDS["interpreted"] = _BACKENDS["pallas"]
 """The module that each implementation needs, and why it may be missing. JAX may remove one."""
 
-_DEFAULTS: dict[str | None, Implementation] = {"cuda": "pallas", "tpu": "mosaic"}
-"""The implementation of each platform, if it can take the arguments."""
+_DEFAULTS: dict[str | None, tuple[Implementation, ...]] = {
+    "cuda": ("pallas", "triton"),
+    "tpu": ("mosaic",),
+}
+"""The implementations of each platform, the first that can take the arguments. On GPUs, JAX will
+remove the backend of the first one; programs of the second have not been timed on a GPU yet."""
 
 
 def _lacks(implementation: Implementation) -> str | None:
@@ -57,10 +61,11 @@ def _missing(implementation: Implementation) -> str | None:
 
 
 @functools.cache  # One line in each process.
-def _tell_that_definitions_run(platform: str, reason: str) -> None:
+def _tell_that_definitions_run(platform: str) -> None:
+    reasons = "; ".join(filter(None, map(_lacks, _DEFAULTS[platform])))
     warnings.warn(
-        f"On {platform} all kernels of actjax are their definitions in plain JAX: the program for"
-        f" it {reason}.",
+        f"On {platform} kernels of actjax are their definitions in plain JAX, since a program for"
+        f" it {reasons}.",
         stacklevel=2,
     )
 
@@ -121,14 +126,15 @@ class Kernel:
       pallas: the program for NVIDIA GPUs.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
       triton: a second program for NVIDIA GPUs, without the argument `interpret`; None if there is
-        none. Its module also has `launch`, which returns the `actjax.kernels.triton_call.Call` of
-        the arguments. `jax.vmap` runs it once for each entry of the mapped axis.
+        none. It stands in for `pallas` where JAX has no such backend. Its module also has `launch`,
+        which returns the `actjax.kernels.triton_call.Call` of the arguments. `jax.vmap` runs it
+        once for each entry of the mapped axis.
       converts: whether the first argument is converted to float32, so that one of 16 bits can take
         the place of the same numbers in float32. With `reads_layers` it may be a `Scaled`.
       addend: the number of an argument that may be an array instead of None, which is then added
         to a result, and the number of this result; None if there is none.
-      reads_layers: whether arguments of `pallas` may be `Layer`s of stacks.
-      writes_layers: as for `primitive.Computation`; "results" if `pallas` has the argument `into`.
+      reads_layers: whether arguments of programs for GPUs may be `Layer`s of stacks.
+      writes_layers: as for `primitive.Computation`; "results" if they have the argument `into`.
       takes_tail: whether `pallas` has the argument `tail`, a `Tail` behind the first result, and
         then returns what `Tail.on_arrays` returns in the place of this result.
     """
@@ -225,8 +231,8 @@ class Kernel:
         if chosen is None:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
-        by_layer = chosen in ("pallas", "interpreted")
-        if tail is not None and not (by_layer and self.takes_tail):
+        by_layer = chosen in ("pallas", "interpreted", "triton")
+        if tail is not None and not (by_layer and chosen != "triton" and self.takes_tail):
             first, *others = self.compute(platform, chosen, static, *args)
             return tail.on_arrays(first), *others
         if not (by_layer and self.reads_layers):
@@ -234,13 +240,15 @@ class Kernel:
         if module is None or (chosen == "triton" and platform != "cuda"):
             return primitive.traced_once(self.reference, static, *args)
         program = getattr(importlib.import_module(module), self.reference.__name__)
-        if chosen == "triton":
-            program = functools.partial(program, **dict(static))
-            return jax.custom_batching.sequential_vmap(program)(*args)
-        interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
         by_layer = by_layer and self.writes_layers == "results"
         arrays = {"into": into} if by_layer and jax.tree.leaves(into) else {}
+        if chosen == "triton":
+            one = jax.custom_batching.sequential_vmap(
+                lambda args, arrays: program(*args, **arrays, **dict(static))
+            )
+            return one(args, arrays)
         arrays |= {} if tail is None else {"tail": tail}
+        interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
         return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
 
     def _module(self, implementation: Implementation) -> str | None:
@@ -252,13 +260,15 @@ class Kernel:
         self, platform: str | None, args: tuple, options: dict[str, Any]
     ) -> Implementation:
         """Returns the implementation for a platform."""
-        default = _DEFAULTS.get(platform, "reference")
-        if self._module(default) is None:
-            return "reference"
-        if reason := _lacks(default):
-            _tell_that_definitions_run(str(platform), reason)
-            return "reference"
-        return "reference" if self.refusal(default, args, options) else default
+        programs: list[Implementation] = [
+            x for x in _DEFAULTS.get(platform, ()) if self._module(x) is not None
+        ]
+        for program in programs:
+            if not self.refusal(program, args, options):
+                return program
+        if platform is not None and programs and all(map(_lacks, programs)):
+            _tell_that_definitions_run(platform)
+        return "reference"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax.formats import code as fmt
-from actjax.formats.rotation import block_size, hadamard, signs_of
+from actjax.formats.rotation import hadamard, signs_of
 
 LANES = 128
 _HALF = LANES // 2
@@ -29,13 +29,13 @@ class Group(NamedTuple):
 
     Attributes:
       index: its number.
-      size: its numbers, 128 but for the last.
+      exist: its numbers that are not filled up.
       at: the lanes of its numbers in a row.
       bytes_at: the lanes of its bytes, and of those of its neighbor.
     """
 
     index: int
-    size: int
+    exist: int
     at: slice
     bytes_at: slice
 
@@ -49,8 +49,8 @@ def groups_of(features: int) -> Iterator[Group]:
     """Yields the groups of a row."""
     for i in range(fmt.group_count(features, LANES)):
         pair = i // 2 * LANES
-        size = min(LANES, features - i * LANES)
-        yield Group(i, size, slice(i * LANES, (i + 1) * LANES), slice(pair, pair + LANES))
+        exist = min(LANES, features - i * LANES)
+        yield Group(i, exist, slice(i * LANES, (i + 1) * LANES), slice(pair, pair + LANES))
 
 
 def refuses(format: fmt.Format, dtype: Any, shape: tuple[int, ...]) -> str | None:
@@ -70,32 +70,20 @@ def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-def tables(features: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the signs of a row, [1, lanes], and matrices of whole groups and the last, [2, ...].
+def matrix() -> np.ndarray:
+    """Returns the matrix that rotates a group, [128, 128], of plus and minus one.
 
-    The matrices are of plus and minus one; `unit` is the factor that makes them orthogonal.
+    Divided by the root of 128 it is orthogonal.
     """
-    signs, last = np.ones((1, padded(features)), np.float32), np.eye(LANES, dtype=np.float32)
-    for part in fmt.segments(features, LANES):
-        end = part.start + part.groups * part.size
-        signs[0, part.start : end] = np.tile(signs_of(part.size), part.groups)
-    if last_size := features % LANES:
-        block = block_size(last_size)
-        last[:last_size, :last_size] = np.kron(np.eye(last_size // block), hadamard(block))
-    return signs, np.stack([hadamard(LANES).astype(np.float32), last])
+    return (signs_of(LANES)[:, None] * hadamard(LANES)).astype(np.float32)
 
 
-def unit(group: Group) -> np.float32:
-    """Returns one over the root of the size of a rotated block."""
-    return np.float32(block_size(group.size) ** -0.5)
-
-
-def rotated(values: jax.Array, matrices: Any, group: Group) -> jax.Array:
-    """Returns values [tokens, 128] times the matrix of their group, without its unit."""
-    matrix = matrices[0] if group.size == LANES else matrices[1]
-    return jax.lax.dot(
+def product(values: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns the product of values [tokens, 128] and a matrix, over the root of 128."""
+    product = jax.lax.dot(
         values, matrix, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
+    return product * np.float32(LANES**-0.5)
 
 
 def lanes_like(tokens: int) -> jax.Array:

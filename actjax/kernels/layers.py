@@ -104,6 +104,11 @@ class Scaled:
         return scaled(value_of(self.array), self.factor)
 
 
+def rows(x: Any) -> Any:
+    """Returns an array or a `Layer` [..., d] as [T, d]."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def split_scaled(x: Any) -> tuple[Any, list[jax.Array]]:
     """Returns the array of a `Scaled` and its factor, [1]; any other array with no factor."""
     return (x.array, [x.factor[None]]) if isinstance(x, Scaled) else (x, [])

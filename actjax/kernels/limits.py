@@ -8,12 +8,9 @@ import jax.numpy as jnp
 
 from actjax.formats import code as fmt
 from actjax.formats.packing import PLANES
-from actjax.formats.rotation import block_size
 
 _LANES = 32
-"""Numbers of a slice of a whole block, if its bytes allow."""
-_MOST_SLICES = 32
-"""Slices whose numbers fit the registers."""
+"""Numbers of a slice of a rotated group, if its bytes allow."""
 
 
 def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
@@ -36,10 +33,7 @@ def refuses(formats: Sequence[fmt.Format], dtype: Any, shape: Sequence[int]) -> 
     group = formats[0].group
     if group < 16 or group & (group - 1) or group > 1024:
         return f"takes groups of 16, 32, ... 1024 features, got group={group}"
-    rotation = None
-    if any(format.rotate for format in formats):
-        rotation = _refuses_rotation(shape[-1], group, _least_slices(formats))
-    return rotation or _refuses_array(dtype, shape)
+    return _refuses_array(dtype, shape)
 
 
 def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
@@ -61,53 +55,13 @@ def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
 def slice_count(formats: Sequence[fmt.Format], size: int) -> int:
     """Returns the number of slices that a group is read in, for codes of these formats.
 
-    Slices share bytes; a rotated group has more of them.
+    Slices share bytes; a rotated group has more of them. There are at least two, which share random
+    words.
 
     Args:
       formats: formats of the codes.
-      size: features of the group.
+      size: features of the group, a power of two from 16 on.
     """
-    least = _least_slices(formats)
+    least = max([2, *(8 // width for format in formats for width in PLANES[format.bits])])
     rotated = any(format.rotate for format in formats)
-    return _slices_of(size, least) if rotated else least
-
-
-def _least_slices(formats: Sequence[fmt.Format]) -> int:
-    """Returns the number of slices that share a byte of the narrowest plane; at least two, which
-    share random words.
-    """
-    return max([2, *(8 // width for format in formats for width in PLANES[format.bits])])
-
-
-def _slices_of(size: int, least: int) -> int:
-    """Returns the number of slices to read a group in, so that it can be rotated.
-
-    A slice lies within a block, and has a power of two of numbers. In a group of an odd size, a
-    block is a number, and any slices do.
-
-    Args:
-      size: features of the group.
-      least: least number of slices of a block, a power of two.
-    """
-    block = block_size(size)
-    if block == 1:
-        return least
-    return max(least, min(16, block // _LANES)) if block == size else size // block * least
-
-
-def _refuses_rotation(features: int, group: int, least: int) -> str | None:
-    """Returns why a kernel cannot rotate the groups of a token; None if it can.
-
-    Args:
-      features: d.
-      group: features of a whole group, a power of two from 16.
-      least: as for `_slices_of`.
-    """
-    size = features % group
-    block = block_size(size)
-    if block <= 1 or (block >= least and _slices_of(size, least) <= _MOST_SLICES):
-        return None
-    return (
-        f"rotates last groups of an odd size or of up to {_MOST_SLICES // least} blocks, powers of"
-        f" two from {least}, got a last group of {size} features"
-    )
+    return max(least, min(16, size // _LANES)) if rotated else least

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from actjax.formats import code as fmt
-from actjax.formats import levels as normal
+from actjax.formats.levels import normal_levels
 from actjax.formats.noise import halves, random_words
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
 from actjax.kernels import butterflies
-from actjax.kernels.layers import value_of
+from actjax.kernels.layers import rows, value_of
 from actjax.kernels.tiles import Part, as_float, both, load, load_row, load_sequence
 
 
@@ -33,8 +33,8 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
       group: features of a whole group.
     """
     words, per_group = fmt.noise_words(features, group), -(-group // 2)
-    begin = part.token * words + (part.first + part.group) * per_group
-    half, pairs = -(-part.size // 2), part.slices // 2
+    begin = part.token * words + part.group * per_group
+    pairs = part.slices // 2
 
     def draw(place: jax.Array) -> tuple[jax.Array, jax.Array]:
         return halves(random_words((begin + place).astype(jnp.uint32), seed[0], seed[1]))
@@ -42,13 +42,8 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
     drawn = functools.cache(lambda number: draw(part.place(number)))
 
     def shift(number: int) -> jax.Array:
-        if part.slices % 2 == 0 and part.slices * part.width == part.size:
-            # A slice of the first half shares its words with the slice at the same place of the
-            # second half.
-            return drawn(number % pairs)[number // pairs]
-        place = part.place(number)
-        low, high = draw(jnp.where(place < half, place, place - half))
-        return jnp.where(place < half, low, high)
+        # A slice of the first half shares its words with the slice at the same place of the second.
+        return drawn(number % pairs)[number // pairs]
 
     return shift
 
@@ -69,6 +64,7 @@ class CodeRefs:
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
       signs: signs of the rotation, as `actjax.formats.rotation.signs_row`; or None.
+      levels: the levels of the codes, [1, 2^bits]; None if they are uniform.
       seed: [2], or None.
     """
 
@@ -83,13 +79,14 @@ class CodeRefs:
     outliers: Any = None
     position: Any = None
     signs: Any = None
+    levels: Any = None
     seed: Any = None
 
     def decode(self, part: Part) -> list[jax.Array]:
         """Returns the values of each slice of a part, rounded to the dtype of `x`, in float32."""
         values = self._levels(part)
         if self.signs is not None:
-            values = butterflies.rotate_slices_back(part, values, self.signs, self.format.group)
+            values = butterflies.rotate_slices_back(part, values, self.signs)
         decoded = []
         for number, value in enumerate(values):
             if self.mean is not None:
@@ -116,11 +113,13 @@ class CodeRefs:
 
     def _of_groups(self, part: Part, ref: Any) -> jax.Array:
         """Returns the scales or offsets of the groups, float32 [tokens, groups, 1]."""
-        return as_float(load(ref, part.token, part.first + part.group, part.groups_exist()))
+        return as_float(load(ref, part.token, part.group, part.groups_exist()))
 
     def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
         if self.format.levels == "normal":
-            return normal.value_of(code, self.format.bits, jnp.float32) * scale
+            # Registers cannot be indexed, but the cache answers such loads.
+            level = load(self.levels, jnp.zeros((1, 1, 1), jnp.int32), code, None)
+            return level.astype(jnp.float32) * scale
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift
@@ -139,23 +138,16 @@ class CodeRefs:
         codes: list[Any] = [0] * part.slices
         shift = 0
         for width, ref in zip(PLANES[self.format.bits], self.planes, strict=True):
-            size = -(-part.size * width // 8)
-            start = part.start * width // 8 + part.group * size
-            aligned = size % part.width == 0
+            size = part.size * width // 8
 
             @functools.cache
-            def bytes_at(first: int, ref: Any = ref, start: Any = start) -> jax.Array:
+            def bytes_at(first: int, ref: Any = ref, start: Any = part.group * size) -> jax.Array:
                 column = start + first + part.lane
-                return load(ref, part.token, column, part.exists(0)).astype(jnp.int32)
+                return load(ref, part.token, column, part.groups_exist()).astype(jnp.int32)
 
             for number in range(part.slices):
                 first = number * part.width
-                if aligned:
-                    byte, place = bytes_at(first % size), first // size * width
-                else:
-                    at = part.place(number)
-                    byte = load(ref, part.token, start + at % size, part.exists(number))
-                    byte, place = byte.astype(jnp.int32), at // size * width
+                byte, place = bytes_at(first % size), first // size * width
                 codes[number] = codes[number] | ((byte >> place) & (2**width - 1)) << shift
             shift += width
         return codes
@@ -199,7 +191,9 @@ def operands(
         arrays["outliers"] = rows(x.outliers)
         arrays["position"] = positions(value_of(x.channels), x.features)
     if x.format.rotate:
-        arrays["signs"] = signs_row(x.features, x.format.group)
+        arrays["signs"] = signs_row(x.format.group)
+    if x.format.levels == "normal":
+        arrays["levels"] = jnp.asarray(normal_levels(x.format.bits)[None])
 
     def bind(*refs: Any) -> CodeRefs:
         named = dict(zip(arrays, refs, strict=True))
@@ -207,11 +201,6 @@ def operands(
         return CodeRefs(planes, features=x.features, dtype=x.dtype, format=x.format, **named)
 
     return list(arrays.values()), bind
-
-
-def rows(x: jax.Array) -> jax.Array:
-    """Returns `x` [..., d] as [T, d]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def positions(channels: jax.Array, features: int) -> jax.Array:

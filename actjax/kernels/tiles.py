@@ -27,10 +27,9 @@ class Part:
       token: indices of the tokens, [tokens, 1, 1].
       tokens: number of tokens of the array, if a tile may exceed it; else None.
       group: indices of the groups, [1, groups, 1].
-      groups: number of groups of the segment, if a tile may exceed it; else None.
+      groups: number of groups of a token, if a tile may exceed it; else None.
       size: features of a group.
-      start: first feature of the segment.
-      first: number of groups before the segment.
+      features: d; the last group may be filled up.
       slices: number of slices of a group.
       interpret: whether XLA runs the program, not Triton.
       program: number of the program.
@@ -41,8 +40,7 @@ class Part:
     group: Any
     groups: int | None
     size: int
-    start: int
-    first: int
+    features: int
     slices: int
     interpret: bool = False
     program: Any = 0
@@ -63,18 +61,25 @@ class Part:
 
     def feature(self, number: int) -> jax.Array:
         """Returns the features of a slice, [1, groups, lanes]."""
-        return self.start + self.group * self.size + self.place(number)
+        return self.group * self.size + self.place(number)
 
     def groups_exist(self) -> jax.Array | None:
         """Returns which tokens and groups of a tile exist; None for all."""
         tokens = None if self.tokens is None else self.token < self.tokens
         return both(tokens, None if self.groups is None else self.group < self.groups)
 
-    def exists(self, number: int) -> jax.Array | None:
-        """Returns which numbers of a slice exist; None for all."""
+    def is_held(self, number: int) -> jax.Array | None:
+        """Returns which numbers of a slice the groups have, also to fill up; None for all."""
         end = min(self.width, self.size - number * self.width)
         is_full = end == pl.next_power_of_2(self.width)
         return both(self.groups_exist(), None if is_full else self.lane < end)
+
+    def exists(self, number: int) -> jax.Array | None:
+        """Returns which numbers of a slice are of the array; None for all."""
+        is_whole = self.features % self.size == 0
+        return both(
+            self.is_held(number), None if is_whole else self.feature(number) < self.features
+        )
 
 
 def load_row(ref: Any, part: Part, number: int, fill: float = 0) -> jax.Array:
@@ -188,71 +193,43 @@ class Grid:
 
     @property
     def programs(self) -> tuple[int]:
-        """Number of programs: those for whole groups first, then those for smaller last groups."""
-        rest = pl.cdiv(self.rows, self._rest_rows) if self.features % self.group else 0
-        return (self._whole + rest,)
+        """Number of programs."""
+        return (self._blocks * pl.cdiv(self.rows, self.tile_rows),)
 
     def run(self, body: Callable[[Callable[[int], Part]], None]) -> None:
         """Runs `body` for a program, with a function from a number of slices to its `Part`."""
         program = pl.program_id(0)
-        groups, rest = divmod(self.features, self.group)
-        row, block = program // max(1, self._blocks), program % max(1, self._blocks)
-        whole = functools.partial(
+        row, block = program // self._blocks, program % self._blocks
+        part = functools.partial(
             Part,
-            *self._tokens(row, self.tile_rows),
+            row * self.tile_rows + _iota(self.tile_rows, 0),
+            self.rows if self.rows % self.tile_rows else None,
             block * self.tile_groups + _iota(self.tile_groups, 1),
-            groups if groups % self.tile_groups else None,
+            self._groups if self._groups % self.tile_groups else None,
             self.group,
-            0,
-            0,
+            self.features,
             interpret=self.interpret,
             program=program,
         )
-        left = functools.partial(
-            Part,
-            *self._tokens(program - self._whole, self._rest_rows),
-            _iota(1, 1),
-            None,
-            rest,
-            groups * self.group,
-            groups,
-            interpret=self.interpret,
-            program=program,
-        )
-        if not rest:
-            body(whole)
-        elif not groups:
-            body(left)
-        else:
-            pl.when(program < self._whole)(lambda: body(whole))
-            pl.when(program >= self._whole)(lambda: body(left))
+        body(part)
+
+    @property
+    def _groups(self) -> int:
+        return pl.cdiv(self.features, self.group)
 
     @property
     def _blocks(self) -> int:
-        return pl.cdiv(self.features // self.group, self.tile_groups)
-
-    @property
-    def _whole(self) -> int:
-        return self._blocks * pl.cdiv(self.rows, self.tile_rows)
-
-    @property
-    def _rest_rows(self) -> int:
-        """Tokens of a program for last groups, about as many numbers as for whole groups."""
-        return min(self.tile_rows * self.tile_groups, pl.next_power_of_2(self.rows))
-
-    def _tokens(self, program: Any, tile: int) -> tuple[jax.Array, int | None]:
-        token = program * tile + _iota(tile, 0)
-        return token, self.rows if self.rows % tile else None
+        return pl.cdiv(self._groups, self.tile_groups)
 
 
 def grid_of(
     rows: int, features: int, group: int, numbers: int = 4096, *, interpret: bool = False
 ) -> Grid:
     """Returns a grid whose programs process about `numbers` numbers each."""
-    whole = max(1, features // group)
+    groups = pl.cdiv(features, group)
     # As many groups as possible, since their scales are written together, but few idle ones.
     sizes = [size for size in (16, 8, 4, 2, 1) if size * group <= numbers] or [1]
-    busy = [size for size in sizes if -(-whole // size) * size <= 1.15 * whole]
+    busy = [size for size in sizes if pl.cdiv(groups, size) * size <= 1.15 * groups]
     tile_groups = busy[0] if busy else sizes[-1]
     tile_rows = max(1, numbers // (tile_groups * pl.next_power_of_2(group)))
     tile_rows = min(tile_rows, pl.next_power_of_2(rows))

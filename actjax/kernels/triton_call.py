@@ -1,63 +1,108 @@
-"""Launches of programs that are written in Triton, through jax-triton (extra `triton`).
+"""Launches of programs that are written in Triton, through jax-triton.
 
-This module and those that import it need jax-triton, so `actjax.kernels.dispatch` imports them when
-an implementation "triton" is asked for, and nothing else does.
+This module and those that import it need jax-triton, so `actjax.kernels.dispatch` imports them
+where such a program is chosen, and nothing else does.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import importlib.resources
+import json
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax_triton
-import triton
 
-HOPPER = 90
+from actjax import _gpu
+from actjax.kernels.layers import Layer, Result
+
+_SHAPES = "out_type" if "out_type" in signature(jax_triton.triton_call).parameters else "out_shape"
+"""The keyword of the shapes of results, which jax-triton 0.4 renamed."""
+_UNKNOWN = (9, 0)
 """Compute capability to compile for on a machine without a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A launch of a program, with several choices of its block.
+    """A launch of a program.
 
     Attributes:
-      kernel: the program, a `triton.JITFunction` of arguments, results and constants.
-      arguments: arrays that it reads.
-      results: shapes of the arrays that it writes.
-      grid: number of programs, from the constants and those of a choice.
-      constants: its `tl.constexpr` parameters by name, without those of a choice.
-      choices: blocks and warps; the fastest is found at the first call and kept.
+      kernel: the program, a `triton.JITFunction` of the index of a layer, int32 [1], of arguments,
+        of what is replaced by results, of results, and of constants.
+      arguments: arrays that it reads, or layers of stacks, of which it gets the whole stack.
+      results: shapes of the arrays that it writes; for a `Layer`, the result is written in its
+        place, and is a `Layer` of the stack after that.
+      grid: number of programs, from all constants.
+      constants: its `tl.constexpr` parameters by name, without those of a block.
     """
 
     kernel: Any
-    arguments: Sequence[jax.Array]
-    results: Sequence[jax.ShapeDtypeStruct]
-    grid: Callable[[dict[str, Any]], tuple[int]]
-    constants: dict[str, Any]
-    choices: Sequence[triton.Config]
+    arguments: Sequence[Any]
+    results: Sequence[Result]
+    grid: Callable[[Mapping[str, Any]], tuple[int]]
+    constants: Mapping[str, Any]
 
-    def run(self) -> list[jax.Array]:
+    def run(self) -> list[Any]:
         """Returns the results."""
-        tuned = triton.autotune(configs=list(self.choices), key=[])(self.kernel)
-        return jax_triton.triton_call(
-            *self.arguments,
-            kernel=tuned,
-            out_shape=list(self.results),
-            grid=self.grid,
-            compute_capability=None if jax.default_backend() == "gpu" else HOPPER,
-            **self.constants,
-        )
+        capability = _gpu.compute_capability() or _UNKNOWN
+        block = dict(block_of(self.kernel.__name__, capability))
+        constants = {**self.constants, **block}
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        arrays = self.arrays()
+        first = len(arrays) - len(self.results)
+        aliases = {first + i: i for i, x in enumerate(self.results) if isinstance(x, Layer)}
+        # The name tells the kernel in a compiled program.
+        with jax.named_scope(self.kernel.__name__):
+            written = jax_triton.triton_call(
+                *arrays,
+                kernel=self.kernel,
+                grid=self.grid(constants),
+                input_output_aliases=aliases,
+                compute_capability=10 * capability[0] + capability[1],
+                **{_SHAPES: [_shape_of(x) for x in self.results]},
+                **options,
+                **constants,
+            )
+        return [
+            dataclasses.replace(x, stack=y) if isinstance(x, Layer) else y
+            for x, y in zip(self.results, written, strict=True)
+        ]
+
+    def arrays(self) -> list[jax.Array]:
+        """Returns the arrays that the kernel gets before its results."""
+        layers = [x for x in (*self.arguments, *self.results) if isinstance(x, Layer)]
+        index = layers[0].index if layers else 0
+        # A result that replaces nothing needs an argument too, for one list of parameters.
+        held = [x.stack if isinstance(x, Layer) else jnp.zeros(1, x.dtype) for x in self.results]
+        read = [x.stack if isinstance(x, Layer) else x for x in self.arguments]
+        return [jnp.asarray(index, jnp.int32).reshape(1), *read, *held]
 
 
-def choices(*blocks: tuple[int, int], stages: int = 1, **others: Any) -> list[triton.Config]:
-    """Returns choices: pairs of the tokens of a tile and the warps of a program.
+def step(x: Any) -> int:
+    """Returns the numbers from a layer of a stack to the next; 0 for any other array."""
+    return x.size if isinstance(x, Layer) else 0
+
+
+def _shape_of(x: Result) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.stack.shape if isinstance(x, Layer) else x.shape, x.dtype)
+
+
+def block_of(kernel: str, capability: tuple[int, ...]) -> Mapping[str, int]:
+    """Returns the constants of the block of a program: those of the newest GPU that is not newer.
 
     Args:
-      *blocks: pairs of `TILE` and warps.
-      stages: steps of a loop whose loads are under way at once.
-      **others: further constants, the same in each.
+      kernel: name of the program.
+      capability: compute capability of the GPU.
     """
-    return [
-        triton.Config({"TILE": tile, **others}, num_warps=warps, num_stages=stages)
-        for tile, warps in blocks
-    ]
+    known = {tuple(map(int, name.split("."))): block for name, block in _blocks()[kernel].items()}
+    return known[max((c for c in known if c <= tuple(capability)), default=min(known))]
+
+
+@functools.cache
+def _blocks() -> dict[str, dict[str, dict[str, int]]]:
+    """Returns the blocks of `blocks.json`, by program and compute capability."""
+    text = importlib.resources.files("actjax.kernels").joinpath("blocks.json").read_text()
+    return json.loads(text)

@@ -16,8 +16,8 @@ _SHAPES = {
     "llama_60m query": (512, 512),
     "llama_350m gate": (1024, 2736),
     "llama_1b query": (2048, 2048),
-    "llama_1b gate": (2048, 5461),
-    "llama_1b down": (5461, 2048),
+    "llama_1b gate": (2048, 5504),
+    "llama_1b down": (5504, 2048),
     "llama_7b gate": (4096, 11008),
 }
 _DECAYS = {"b1": 0.9, "b2": 0.999}

@@ -25,7 +25,7 @@ def _code(key: jax.Array, shape: tuple[int, ...], codec: Quantized, dtype: Any) 
     seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
     mean, spread = _channels(jax.random.fold_in(key, 2), shape[-1], codec)
     inputs = QuantizeInputs(normal(key, shape, dtype), seed, None, mean, spread)
-    made = quantize(inputs, format=codec.format)
+    made = quantize(inputs, format=codec.format_of(shape[-1]))
     return dataclasses.replace(made, mean=mean, spread=spread)
 
 
@@ -91,7 +91,7 @@ def _quantize(
     name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, outliers: int = 0, **settings: Any
 ) -> Case:
     codec = Quantized(bits, **settings)
-    options = {"format": codec.format}
+    options = {"format": codec.format_of(sizes[-1])}
     return _case(_quantize_inputs, name, sizes, dtype, options, outliers=outliers, codec=codec)
 
 
@@ -128,7 +128,7 @@ def _of_programs(make: Callable[..., Case]) -> list[Case]:
     """Returns cases of the codes that the programs use, for arrays of real models."""
     arrays = {
         "llama_1b block input": 2048,
-        "llama_1b gate": 5461,
+        "llama_1b gate": 5504,
         "llama_7b gate": 11008,
         "smollm2_135m block input": 576,
         "smollm2_135m key": 192,
@@ -140,7 +140,7 @@ def _of_programs(make: Callable[..., Case]) -> list[Case]:
             for name, width in arrays.items()
         ),
         *_by_bits("llama_1b block input", 2048, make, 4, 5, 6),
-        *_by_bits("llama_1b gate", 5461, make, 4, 5, 6),
+        *_by_bits("llama_1b gate", 5504, make, 4, 5, 6),
     ]
 
 
@@ -175,8 +175,8 @@ QUANTIZE = (
     _quantize("smollm2_135m block input, 5 bits, groups of 64", (TOKENS, 576), 5, group=64,
               **_BALANCED),
     _quantize("llama_350m gate, 4 bits", (TOKENS, 2736), 4),
-    _quantize("llama_1b gate, 4 bits", (TOKENS, 5461), 4),
-    _quantize("llama_1b gate, 4 bits, dither", (TOKENS, 5461), 4, rounding="dither"),
+    _quantize("llama_1b gate, 4 bits", (TOKENS, 5504), 4),
+    _quantize("llama_1b gate, 4 bits, dither", (TOKENS, 5504), 4, rounding="dither"),
     _quantize("llama_7b gate, 4 bits", (TOKENS, 11008), 4),
     _quantize("llama3_8b gate, 4 bits", (TOKENS, 14336), 4),
     _quantize("qwen3_0_6b gate, 4 bits", (TOKENS, 3072), 4),
@@ -190,7 +190,7 @@ DEQUANTIZE = (
     *_of_programs(_dequantize),
     *_unrotated(_dequantize),
     _dequantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
-    _dequantize("llama_1b gate, 4 bits", (TOKENS, 5461), 4),
+    _dequantize("llama_1b gate, 4 bits", (TOKENS, 5504), 4),
     _dequantize("llama_7b gate, 4 bits", (TOKENS, 11008), 4),
 )
 RMS_NORM_BACKWARD = (
@@ -221,18 +221,18 @@ SWIGLU_BACKWARD = (
     *(
         _swiglu(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4),
                 **_NORMAL)
-        for name, width in {"llama_1b": 5461, "llama_7b": 11008, "llama_60m": 1376}.items()
+        for name, width in {"llama_1b": 5504, "llama_7b": 11008, "llama_60m": 1376}.items()
     ),
     *(
-        _swiglu(f"llama_1b, {n} bits, balanced, rotated", (TOKENS, 5461), (n, n), **_BALANCED)
+        _swiglu(f"llama_1b, {n} bits, balanced, rotated", (TOKENS, 5504), (n, n), **_BALANCED)
         for n in (5, 6)
     ),
     _swiglu("llama_60m, 4 bits", (TOKENS, 1376), (4, 4)),
     _swiglu("llama_350m, 4 bits", (TOKENS, 2736), (4, 4)),
-    _swiglu("llama_1b, 4 bits", (TOKENS, 5461), (4, 4)),
-    _swiglu("llama_1b, 4 bits, dither", (TOKENS, 5461), (4, 4), rounding="dither"),
-    _swiglu("llama_1b, 4 and 2 bits", (TOKENS, 5461), (4, 2)),
-    _swiglu("llama_1b, 2 bits, normal levels", (TOKENS, 5461), (2, 2), levels="normal"),
+    _swiglu("llama_1b, 4 bits", (TOKENS, 5504), (4, 4)),
+    _swiglu("llama_1b, 4 bits, dither", (TOKENS, 5504), (4, 4), rounding="dither"),
+    _swiglu("llama_1b, 4 and 2 bits", (TOKENS, 5504), (4, 2)),
+    _swiglu("llama_1b, 2 bits, normal levels", (TOKENS, 5504), (2, 2), levels="normal"),
     _swiglu("llama_7b, 4 bits", (TOKENS, 11008), (4, 4)),
     _swiglu("llama3_8b, 4 bits", (TOKENS, 14336), (4, 4)),
     _swiglu("qwen3_0_6b, 4 bits", (TOKENS, 3072), (4, 4)),

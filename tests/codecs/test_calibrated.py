@@ -95,9 +95,9 @@ def test_it_stores_neither_scales_nor_indices(name):
         assert [getattr(code, name, None) for name in statistics] == [None] * 5
         stored = nbytes(code)
         item, scale_bytes = x.dtype.itemsize, jnp.dtype(codec.scale_dtype).itemsize
-        planes = sum(-(-12 * p // 8) for p in {3: (2, 1)}.get(codec.bits, (codec.bits,)))
-        # A scale of each channel is given; the scales of two groups of a token are stored.
-        groups = 0 if codec.scaling == "channel" else 2
+        # A scale of each channel is given; the scales of two groups of 8 of a token are stored.
+        groups, features = (0, 12) if codec.scaling == "channel" else (2, 16)
+        planes = sum(-(-features * p // 8) for p in {3: (2, 1)}.get(codec.bits, (codec.bits,)))
         outliers = round(codec.outlier_fraction * 12)
         key = 8 if codec.rounding == "dither" else 0
         assert stored == 30 * (planes + groups * scale_bytes + outliers * item) + key

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from actjax import Quantized
-from actjax.formats.levels import normal_levels
+from actjax.formats.levels import code_of, normal_levels
 from actjax.formats.scales import SLACK
 
 KEY = jax.random.key(5)
@@ -222,7 +221,8 @@ def bytes_of(codec, shape, dtype):
         (Quantized(2, group=32), 2 + 2 * 16 / 32),
         (Quantized(4, group=2048), 4 + 2 * 16 / 2048),
         (Quantized(4, group=4096), 4 + 2 * 16 / 2048),
-        (Quantized(4, group=100), 4 + 21 * 2 * 16 / 2048),
+        # 21 groups, of which 52 numbers are filled up.
+        (Quantized(4, group=100), (4 * 2100 + 21 * 2 * 16) / 2048),
         (Quantized(4, scale_dtype="float32"), 4 + 2 * AFFINE),
         (Quantized(4, levels="normal"), 4.125),
         (Quantized(2, levels="normal", group=64, rotate=True), 2 + 16 / 64),
@@ -244,8 +244,9 @@ def test_a_number_takes_these_bits_with_its_scales_and_indices(codec, bits):
     assert total * 8 / (TOKENS * WIDTH) == pytest.approx(bits, rel=1e-12)
 
 
-def test_odd_tokens_are_padded_to_whole_bytes_and_no_more():
-    # 13 numbers are 26 bits in 4 bytes and 13 bits in 2; three groups have a scale and an offset.
+def test_odd_tokens_are_padded_to_whole_groups_and_bytes_and_no_more():
+    # 15 numbers are 30 bits in 4 bytes and 15 bits in 2, and so are 13; three groups have a scale
+    # and an offset.
     for scaling, scales in (("group", 10 * 3 * 2 * 2), ("channel", 13 * 2)):
         codec = Quantized(3, group=5, scaling=scaling)
         assert bytes_of(codec, (2, 5, 13), "float32") == 10 * (4 + 2) + scales
@@ -273,40 +274,56 @@ LLOYD_MAX = {
 }
 
 
-def nearest_level(bits, x):
-    levels = normal_levels(bits)
-    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]
-
-
 @pytest.mark.parametrize("bits", LLOYD_MAX)
-def test_normal_levels_are_the_published_ones(bits):
-    levels, (published, error) = normal_levels(bits), LLOYD_MAX[bits]
+def test_normal_levels_have_the_published_error(bits):
+    levels, (published, error) = f64(normal_levels(bits)), LLOYD_MAX[bits]
     assert levels.shape == (2**bits,)
+    np.testing.assert_array_equal(levels, -levels[::-1])
+    # The means of other intervals, which are 0.2% of a level apart.
+    np.testing.assert_allclose(levels[2 ** (bits - 1) :], published, rtol=3e-3)
+    x = np.linspace(-8, 8, 400_001, dtype="float32")
+    codes = np.asarray(code_of(x, bits))
+    assert np.all(np.diff(codes.astype(int)) >= 0)
+    density = np.exp(-np.square(f64(x)) / 2)
+    mean_square = np.sum((levels[codes] - x) ** 2 * density) / density.sum()
     # Half a unit in the fourth digit.
-    np.testing.assert_allclose(levels[2 ** (bits - 1) :], published, rtol=5e-4, atol=5e-5)
-    np.testing.assert_allclose(levels, -levels[::-1], rtol=0, atol=1e-12)
-    # Each level is the mean of the numbers nearest to it, and the error is the published one.
-    bounds = [-math.inf, *(levels[1:] + levels[:-1]) / 2, math.inf]
-    density = np.exp(-np.square(bounds) / 2) / math.sqrt(2 * math.pi)
-    share = np.diff([math.erf(bound / math.sqrt(2)) / 2 for bound in bounds])
-    np.testing.assert_allclose(-np.diff(density) / share, levels, rtol=0, atol=1e-6)
-    assert 1 - np.sum(share * levels**2) == pytest.approx(error, rel=5e-4)
+    assert mean_square == pytest.approx(error, rel=5e-4)
+    # Each level is the mean of the numbers that get its code, to half a unit of float16, and to a
+    # step of `x`.
+    means = np.bincount(codes, density * x) / np.bincount(codes, density)
+    np.testing.assert_allclose(means, levels, rtol=2**-11, atol=x[1] - x[0])
 
 
-def test_the_scale_of_normal_levels_is_a_least_squares_fit(x64):
+def test_the_scale_of_normal_levels_is_the_root_mean_square(x64):
     # Numbers that are far from normally distributed.
     x = f64(normal(40, 16)) ** 3 + 0.2
-    codecs = {
-        bits: Quantized(bits, group=16, levels="normal", scale_dtype="float32")
-        for bits in LLOYD_MAX
-    }
-    codes = jax.jit(lambda x: {bits: codec.encode(x) for bits, codec in codecs.items()})(x)
-    deviation = np.sqrt((x**2).mean(-1, keepdims=True))
-    for bits, code in codes.items():
-        levels = nearest_level(bits, x / deviation)
-        fitted = (x * levels).sum(-1, keepdims=True) / (levels**2).sum(-1, keepdims=True)
-        # Rounding to 24 bits.
-        np.testing.assert_allclose(code.scale, fitted, rtol=2**-24)
+    codec = Quantized(4, group=16, levels="normal", scale_dtype="float32")
+    code = jax.jit(codec.encode)(x)
+    # Rounding to 24 bits.
+    np.testing.assert_allclose(code.scale, np.sqrt((x**2).mean(-1, keepdims=True)), rtol=2**-24)
+
+
+@pytest.mark.parametrize(
+    ("codec", "features", "group"),
+    [
+        (Quantized(4), 2048, 128),
+        (Quantized(4, levels="normal"), 576, 64),
+        (Quantized(4, levels="normal"), 192, 64),
+        # 1,400 features are 11 groups, of which 8 features are filled up.
+        (Quantized(4, levels="normal"), 1400, 128),
+        (Quantized(2, group=256), 300, 64),
+        (Quantized(4), 33, 64),
+        (Quantized(4), 5, 8),
+        (Quantized(4), 1, 2),
+        (Quantized(4, group=100), 2048, 100),
+        (Quantized(4, group=3), 7, 3),
+        (Quantized(4, scaling="channel", rotate=True), 576, 64),
+        (Quantized(4, scaling="channel"), 576, 576),
+    ],
+    ids=repr,
+)
+def test_a_group_is_halved_where_that_takes_fewer_bytes(codec, features, group):
+    assert codec.format_of(features).group == group
 
 
 def test_scales_of_channels_are_the_least_that_hold_them():
@@ -324,9 +341,7 @@ def test_scales_of_channels_are_the_least_that_hold_them():
         # A product in float32, then at most a unit in the last place; `SLACK` as documented.
         assert np.all((ratio >= 1 - SLACK - 2 * TINY) & (ratio <= 1 + eps + 2 * TINY))
     deviation = np.sqrt(np.square(f64(x)).mean(0))
-    levels = nearest_level(4, x / deviation)
-    fitted = (x * levels).sum(0) / np.square(levels).sum(0)
-    np.testing.assert_allclose(as_numbers(scales[2]), fitted, rtol=2**-8 + 1e-4)
+    np.testing.assert_allclose(as_numbers(scales[2]), deviation, rtol=2**-8 + 1e-6)
 
 
 # Rotated groups and balanced channels.

@@ -82,7 +82,7 @@ def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
       seed: seed of the bytes.
     """
     rng, (*leading, features) = np.random.default_rng(seed), shape
-    half = 2 ** (codec.bits - 1)
+    half, padded = 2 ** (codec.bits - 1), features + -features % codec.group
     scales = (*leading, -(-features // codec.group))
     scale = 2.0 ** rng.integers(-2, 3, scales) / half
     low = -scale * rng.integers(half, half + 2, scales)
@@ -97,7 +97,7 @@ def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
         seeds = rng.integers(0, 2**32, 2).astype(np.uint32)
     return QuantizedCode(
         planes=tuple(
-            rng.integers(0, 256, (*leading, -(-features * width // 8))).astype(np.uint8)
+            rng.integers(0, 256, (*leading, -(-padded * width // 8))).astype(np.uint8)
             for width in PLANES[codec.bits]
         ),
         scale=_stored(scale, codec),

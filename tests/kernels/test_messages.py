@@ -165,7 +165,6 @@ def test_arguments_that_a_program_refuses_are_named(x64):
         adam_8(f"{sizes} 5000, 5000", *long),
         adam_8(f"{sizes} 8, 4", first, dataclasses.replace(second, block=4)),
         norm(floats, by_16, "float64", 32),
-        norm("takes whole groups, got 40 features in groups", by_16, "float32", 40),
         norm("holds whole rows, of up to 16384", Quantized(4, group=1024), "float32", 17 * 1024),
         norm("takes a multiple of 16 features, got 40", None, "float32", 40),
         norm(floats, None, "float64", 32),

@@ -13,9 +13,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
-from actjax.kernels import operands, tiles
+from actjax.kernels import tiles
 from actjax.kernels.layer_call import pallas_call
-from actjax.kernels.layers import Scaled, result_like, scaled, split_scaled
+from actjax.kernels.layers import Scaled, result_like, rows, scaled, split_scaled
 from actjax.kernels.tail import Tail
 
 LARGEST_BLOCK = 4096
@@ -57,12 +57,12 @@ def adam_8bit(
     With a tail its results are in the place of the update.
     """
     tokens = math.prod(grad.shape[:-1])
-    # A block ends with its row; a shorter last block is processed by itself.
+    # A block ends with its row.
     grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
 
     whole, factors = split_scaled(grad)
-    arrays = [operands.rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
-    others = [] if tail is None else tail.operands(operands.rows)
+    arrays = [rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
+    others = [] if tail is None else tail.operands(rows)
     shapes = [result_like(x) for x in arrays[1:]]
     if tail is None:
         shapes.append(jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32))
@@ -122,7 +122,7 @@ def _update(
     """
     grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *new_refs = refs
     place, mask = (part.token, part.feature(0)), part.exists(0)
-    block, blocks_exist = (part.token, part.first + part.group), part.groups_exist()
+    block, blocks_exist = (part.token, part.group), part.groups_exist()
 
     def moment(codes: Any, scales: Any, unsigned: bool) -> jax.Array:
         index = tiles.load(codes, *place, mask).astype(jnp.int32)

@@ -33,5 +33,6 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.dequantize.pallas",
     mosaic="actjax.kernels.dequantize.mosaic",
+    triton="actjax.kernels.dequantize.triton",
     reads_layers=True,
 )

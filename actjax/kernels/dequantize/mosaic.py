@@ -25,7 +25,6 @@ def dequantize(code: QuantizedCode, *, interpret: bool) -> jax.Array:
     (plane,), features = code.planes, code.features
     rows, length = plane.shape[:2]
     tokens, width, half = min(lanes.TOKENS, length), lanes.padded(features), plane.shape[-1]
-    signs, matrices = lanes.tables(features)
     by_row = pl.BlockSpec((1, 1, width), lambda b, i: (b, 0, 0))
     return pl.pallas_call(
         functools.partial(_kernel, features),
@@ -33,8 +32,7 @@ def dequantize(code: QuantizedCode, *, interpret: bool) -> jax.Array:
         in_specs=[
             pl.BlockSpec((1, tokens, lanes.padded(half)), lambda b, i: (b, i, 0)),
             pl.BlockSpec((1, tokens, LANES), lambda b, i: (b, i, 0)),
-            pl.BlockSpec((1, width), lambda b, i: (0, 0)),
-            pl.BlockSpec((2, LANES, LANES), lambda b, i: (0, 0, 0)),
+            pl.BlockSpec((LANES, LANES), lambda b, i: (0, 0)),
             by_row,
             by_row,
         ],
@@ -46,22 +44,19 @@ def dequantize(code: QuantizedCode, *, interpret: bool) -> jax.Array:
     )(
         plane,
         code.scale.view(jnp.bfloat16),
-        signs,
-        matrices,
+        lanes.matrix().T,
         lanes.of_sequences(code.mean, rows, features, 0),
         lanes.of_sequences(code.spread, rows, features, 1),
     )
 
 
-def _kernel(features, plane, scales, signs, matrices, mean, spread, x) -> None:
+def _kernel(features, plane, scales, matrix, mean, spread, x) -> None:
     lane = lanes.lanes_like(plane.shape[1])
     stored = scales[0].astype(jnp.float32)
     for group in lanes.groups_of(features):
         codes = _unpacked(plane[0, :, group.bytes_at].astype(jnp.int32), lane, group)
         values = normal.value_of(codes, 4, jnp.float32) * stored[:, group.index : group.index + 1]
-        # Lanes beyond the row hold anything.
-        values = jnp.where(lane < group.size, values, 0)
-        values = lanes.rotated(values, matrices, group) * (lanes.unit(group) * signs[:, group.at])
+        values = lanes.product(values, matrix[...])
         values = values * spread[0, :, group.at] + mean[0, :, group.at]
         x[0, :, group.at] = values.astype(x.dtype)
 
@@ -70,5 +65,4 @@ def _unpacked(bytes_: jax.Array, lane: jax.Array, group: Group) -> jax.Array:
     """Returns the codes of a group, int32 [tokens, 128]."""
     if group.is_second:
         bytes_ = pltpu.roll(bytes_, LANES // 2, 1)
-    half = -(-group.size // 2)
-    return jnp.where(lane < half, bytes_ & 15, pltpu.roll((bytes_ >> 4) & 15, half, 1))
+    return jnp.where(lane < LANES // 2, bytes_ & 15, pltpu.roll((bytes_ >> 4) & 15, LANES // 2, 1))

@@ -4,8 +4,9 @@ from typing import Any
 
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import operands, tiles
+from actjax.kernels import tiles
 from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import rows
 from actjax.kernels.tail import Tail
 
 _GROUP = 512
@@ -19,9 +20,9 @@ def refuses() -> str | None:
 
 def elementwise(*, tail: Tail, interpret: bool = False) -> tuple[tuple[list[Any], list[Any]]]:
     """Returns the results of the tail."""
-    rows, features = tail.program.shape
-    grid = tiles.grid_of(rows, features, min(_GROUP, features), numbers=2048)
-    arrays = tail.operands(operands.rows)
+    tokens, features = tail.program.shape
+    grid = tiles.grid_of(tokens, features, min(_GROUP, features), numbers=2048)
+    arrays = tail.operands(rows)
 
     def kernel(*refs: Any) -> None:
         refs_of_tail = refs[: len(arrays)], refs[len(arrays) :]

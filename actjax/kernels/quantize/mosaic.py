@@ -29,16 +29,14 @@ def quantize(
     x = inputs.x
     rows, length, features = x.shape
     groups, tokens = fmt.group_count(features, LANES), min(lanes.TOKENS, length)
-    width, half = lanes.padded(features), lanes.padded(-(-features // 2))
-    signs, matrices = lanes.tables(features)
+    width, half = lanes.padded(features), lanes.padded(groups * LANES // 2)
     by_row = pl.BlockSpec((1, 1, width), lambda b, i: (b, 0, 0))
     plane, stored = pl.pallas_call(
         functools.partial(_kernel, features),
         grid=(rows, -(-length // tokens)),
         in_specs=[
             pl.BlockSpec((1, tokens, width), lambda b, i: (b, i, 0)),
-            pl.BlockSpec((1, width), lambda b, i: (0, 0)),
-            pl.BlockSpec((2, LANES, LANES), lambda b, i: (0, 0, 0)),
+            pl.BlockSpec((LANES, LANES), lambda b, i: (0, 0)),
             by_row,
             by_row,
         ],
@@ -47,7 +45,7 @@ def quantize(
             pl.BlockSpec((1, tokens, LANES), lambda b, i: (b, i, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((rows, length, -(-features // 2)), jnp.uint8),
+            jax.ShapeDtypeStruct((rows, length, groups * LANES // 2), jnp.uint8),
             jax.ShapeDtypeStruct((rows, length, groups), jnp.bfloat16),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
@@ -55,8 +53,7 @@ def quantize(
         name="actjax_quantize",
     )(
         x,
-        signs,
-        matrices,
+        lanes.matrix(),
         lanes.of_sequences(inputs.mean, rows, features, 0),
         1 / lanes.of_sequences(inputs.spread, rows, features, 1),
     )
@@ -69,15 +66,15 @@ def quantize(
     )
 
 
-def _kernel(features, x, signs, matrices, mean, inverse, plane, scales) -> None:
+def _kernel(features, x, matrix, mean, inverse, plane, scales) -> None:
     lane = lanes.lanes_like(x.shape[1])
     stored, pending = jnp.zeros(lane.shape, jnp.float32), jnp.zeros(lane.shape, jnp.int32)
     for group in lanes.groups_of(features):
         values = x[0, :, group.at].astype(jnp.float32) - mean[0, :, group.at]
-        values = values * inverse[0, :, group.at] * signs[:, group.at]
         # Lanes beyond the row hold anything.
-        values = jnp.where(lane < group.size, values, 0)
-        codes, scale = _encoded(lanes.rotated(values, matrices, group), lane, group)
+        values = jnp.where(lane < group.exist, values * inverse[0, :, group.at], 0)
+        values = values.astype(jnp.bfloat16).astype(jnp.float32)
+        codes, scale = _encoded(lanes.product(values, matrix[...]))
         stored = jnp.where(lane == group.index, scale, stored)
         codes = _packed(codes, lane, group)
         pending = jnp.where(lane < LANES // 2, pending, codes) if group.is_second else codes
@@ -85,25 +82,16 @@ def _kernel(features, x, signs, matrices, mean, inverse, plane, scales) -> None:
     scales[0] = stored.astype(scales.dtype)
 
 
-def _encoded(values: jax.Array, lane: jax.Array, group: Group) -> tuple[jax.Array, jax.Array]:
-    """Returns codes, int32 [tokens, 128], and rounded scales, [tokens, 1], of rotated values."""
-    values = values * lanes.unit(group)
-    exists = lane < group.size
+def _encoded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns codes, int32 [tokens, 128], and scales, [tokens, 1], of rotated values."""
     largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
     relative = over(values, largest)
-    mean_square = jnp.sum(relative * relative, axis=1, keepdims=True) * np.float32(1 / group.size)
-    level = normal.nearest_value(over(relative, jnp.sqrt(mean_square)), 4)
-    level = jnp.where(exists, level, 0)
-    fitted = jnp.sum(relative * level, axis=1, keepdims=True)
-    fitted = fitted / jnp.sum(level * level, axis=1, keepdims=True)
-    scale = (fitted * largest).astype(jnp.bfloat16).astype(jnp.float32)
-    codes = normal.nearest_code(over(values, scale), 4)
-    return jnp.where(exists, codes, 0), scale
+    mean_square = jnp.sum(relative * relative, axis=1, keepdims=True) * np.float32(1 / LANES)
+    scale = jnp.sqrt(mean_square) * largest
+    return normal.code_of(over(values, scale), 4).astype(jnp.int32), scale
 
 
 def _packed(codes: jax.Array, lane: jax.Array, group: Group) -> jax.Array:
-    """Returns the bytes of a group in its half of the lanes: code j, and code j + half above it."""
-    half = -(-group.size // 2)
-    above = pltpu.roll(codes, LANES - half, 1) << 4
-    bytes_ = jnp.where(lane < half, codes | above, 0)
+    """Returns the bytes of a group in its half of the lanes: code j, and code j + 64 above it."""
+    bytes_ = jnp.where(lane < LANES // 2, codes | pltpu.roll(codes, LANES // 2, 1) << 4, 0)
     return pltpu.roll(bytes_, LANES // 2, 1) if group.is_second else bytes_

@@ -13,12 +13,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.precision import over
 from actjax.formats import code as fmt
-from actjax.formats import levels as normal
 from actjax.formats import scales as group_scales
+from actjax.formats.levels import index_terms
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
 from actjax.kernels import butterflies, limits, operands, tiles
 from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import rows
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
@@ -73,17 +74,17 @@ def quantize(
 def _arguments(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.Array]:
     """Returns the arrays that the kernel reads, by name."""
     features = inputs.x.shape[-1]
-    arrays = {"x": operands.rows(inputs.x)}
+    arrays = {"x": rows(inputs.x)}
     if inputs.seed is not None:
         arrays["seed"] = inputs.seed
     if inputs.mean is not None:
         # As numbers, since a division for each token would cost more than larger loads.
-        arrays["mean"] = operands.rows(tiles.as_float(inputs.mean))
-        arrays["inverse"] = operands.rows(1 / tiles.as_float(inputs.spread))
+        arrays["mean"] = rows(tiles.as_float(inputs.mean))
+        arrays["inverse"] = rows(1 / tiles.as_float(inputs.spread))
     if inputs.channels is not None:
         arrays["position"] = operands.positions(inputs.channels, features)
     if format.rotate:
-        arrays["signs"] = signs_row(features, format.group)
+        arrays["signs"] = signs_row(format.group)
     return arrays
 
 
@@ -93,18 +94,19 @@ def _places(into: fmt.QuantizedCode | None) -> dict[str, Any]:
         return {}
     arrays = {f"plane{i}": x for i, x in enumerate(into.planes)}
     arrays |= {name: getattr(into, name) for name in ("scale", "offset", "outliers")}
-    return {name: operands.rows(x) for name, x in arrays.items() if x is not None}
+    return {name: rows(x) for name, x in arrays.items() if x is not None}
 
 
 def _outputs(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, Any]:
     """Returns the shapes of the arrays that the kernel writes, by name."""
-    tokens, features = math.prod(inputs.x.shape[:-1]), inputs.x.shape[-1]
+    tokens = math.prod(inputs.x.shape[:-1])
+    groups = fmt.group_count(inputs.x.shape[-1], format.group)
     shapes = {
-        f"plane{i}": jax.ShapeDtypeStruct((tokens, -(-features * width // 8)), jnp.uint8)
+        f"plane{i}": jax.ShapeDtypeStruct((tokens, groups * format.group * width // 8), jnp.uint8)
         for i, width in enumerate(PLANES[format.bits])
     }
     shapes["scale"] = jax.ShapeDtypeStruct(
-        (tokens, fmt.group_count(features, format.group)),
+        (tokens, groups),
         jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
     )
     if format.levels == "uniform":
@@ -127,9 +129,9 @@ def _encode(
         sliced = _cut(cut, width, aligned, format)
         if part is None or part.slices != sliced.slices:
             part, first = sliced, number == 0
-            values = [_value(refs, part, i, keep_whole=first) for i in range(part.slices)]
+            values = [_value(refs, part, i, format, keep_whole=first) for i in range(part.slices)]
             if format.rotate:
-                values = butterflies.rotate_slices(part, values, refs["signs"], format.group)
+                values = butterflies.rotate_slices(part, values, refs["signs"])
             if first:
                 offset, scale = _fit(part, values, format)
                 _store_scales(refs, part, offset, scale, format)
@@ -151,34 +153,41 @@ def _cut(cut: Callable[[int], Part], width: int, aligned: bool, format: fmt.Form
     reads one number at a time; more slices then give a thread more of a group, and less to
     exchange. Rotated blocks are cut for all planes at once.
     """
-    size, per_byte = cut(1).size, 8 // width
-    if format.rotate and size % 2 == 0:
-        return cut(limits.slice_count([format], size))
-    if size % 8 != 0:
-        return cut(per_byte)
-    return cut(max(2, per_byte if aligned else 8))
+    if format.rotate:
+        return cut(limits.slice_count([format], cut(1).size))
+    return cut(max(2, 8 // width if aligned else 8))
 
 
-def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -> jax.Array:
-    """Returns the numbers of a slice, float32; zero where they are outliers or do not exist."""
-    mask = part.exists(number)
-    stored = load(refs["x"], part.token, part.feature(number), mask)
+def _value(
+    refs: dict[str, Any], part: Part, number: int, format: fmt.Format, *, keep_whole: bool
+) -> jax.Array:
+    """Returns the numbers of a slice, as `actjax.formats.scales.prepare` rotates them, float32."""
+    exists, held, column = part.exists(number), part.is_held(number), part.feature(number)
+    if part.features % part.size:
+        # Groups are filled up with the last number.
+        column = jnp.minimum(column, part.features - 1)
+    stored = load(refs["x"], part.token, column, held)
     value = stored.astype(jnp.float32)
     if "mean" in refs:
-        tokens = refs["x"].shape[0]
-        mean, inverse = (
-            tiles.load_sequence(refs[name], part, number, tokens) for name in ("mean", "inverse")
-        )
+        sequence = part.token // (refs["x"].shape[0] // refs["mean"].shape[0])
+        mean, inverse = (load(refs[name], sequence, column, held) for name in ("mean", "inverse"))
         value = (value - mean) * inverse
-    if "position" not in refs:
+    if "position" in refs:
+        row = jnp.zeros((1, 1, 1), jnp.int32)
+        position = load(refs["position"], row, column, held, -1)
+        if keep_whole:
+            is_outlier = position >= 0 if exists is None else (position >= 0) & exists
+            # Out of bounds where masked: the interpreter writes masked entries back.
+            place = jnp.where(is_outlier, position, refs["outliers"].shape[-1])
+            store(refs["outliers"], part.token, place, stored, is_outlier)
+        value = jnp.where(position >= 0, np.float32(0), value)
+    if format.levels == "uniform" and not format.rotate:
         return value
-    position = tiles.load_row(refs["position"], part, number, -1)
-    if keep_whole:
-        is_outlier = tiles.both(mask, position >= 0)
-        # Out of bounds where masked: the interpreter writes masked entries back.
-        place = jnp.where(position >= 0, position, refs["outliers"].shape[-1])
-        store(refs["outliers"], part.token, place, stored, is_outlier)
-    return jnp.where(position >= 0, np.float32(0), value)
+    if exists is not None:
+        value = jnp.where(jnp.broadcast_to(exists, value.shape), value, np.float32(0))
+    if format.rotate and format.rounding == "nearest":
+        value = value.astype(jnp.bfloat16).astype(jnp.float32)
+    return value
 
 
 def _fit(
@@ -195,15 +204,11 @@ def _fit(
         return offset, _rounded((high - offset) / np.float32(2**format.bits - 1), 1, format)
     largest = _largest([jnp.abs(v) for v in values])
     units = [over(v, largest) for v in values]
-    deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
-    levels = [normal.nearest_value(over(u, deviation), format.bits) for u in units]
-    squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
-    fitted = _total([u * level for u, level in zip(units, levels, strict=True)]) / _total(squares)
-    return None, _rounded(fitted * largest, 0, format)
+    return None, jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size)) * largest
 
 
 def _where_exists(part: Part, number: int, value: jax.Array, fill: float) -> jax.Array:
-    mask = part.exists(number)
+    mask = part.is_held(number)
     if mask is None:
         return value
     return jnp.where(jnp.broadcast_to(mask, value.shape), value, np.float32(fill))
@@ -249,18 +254,25 @@ def _store_scales(
         if value is None:
             continue
         if format.scale_dtype == "bfloat16":
+            value = _to_bfloat16(value)
             bits = jax.lax.bitcast_convert_type(value, jnp.uint32) >> np.uint32(16)
             value = bits.astype(jnp.uint16)
-        store(refs[name], part.token, part.first + part.group, value, part.groups_exist())
+        store(refs[name], part.token, part.group, value, part.groups_exist())
 
 
 def _round(
     value: jax.Array, offset: Any, scale: Any, shift: jax.Array | None, format: fmt.Format
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
+    top = 2**format.bits - 1
     if format.levels == "normal":
-        return normal.nearest_code(over(value, scale), format.bits)
-    top, position = 2**format.bits - 1, over(value - offset, scale)
+        ratio = over(value, scale)
+        square, (a, b, c) = ratio * ratio, map(np.float32, index_terms(format.bits))
+        place = np.float32(0.5) + ratio * (a + square * (b + square * c))
+        place = jnp.minimum(jnp.maximum(place, np.float32(0)), np.float32(1))
+        number = place * np.float32(top) + _INTEGERS
+        return jax.lax.bitcast_convert_type(number, jnp.int32) & top
+    position = over(value - offset, scale)
     # Without a shift it is already within the levels, up to the rounding of the last line.
     if shift is not None:
         position = jnp.minimum(jnp.maximum(position + shift, np.float32(0)), np.float32(top))
@@ -269,23 +281,12 @@ def _round(
 
 def _store_plane(ref: Any, part: Part, width: int, codes: list[jax.Array]) -> None:
     """Writes `width` bits of each code; the slices of a byte are above each other."""
-    if width == 8:
-        for number, code in enumerate(codes):
-            store(ref, part.token, part.feature(number), code, part.exists(number))
-        return
-    start = part.start * width // 8 + part.group * (part.size * width // 8)
+    size = part.size * width // 8
     count = len(codes) * width // 8
     for first in range(count):
-        column = start + first * part.width + part.lane
-        # Numbers that do not exist were loaded as zero and have a code, which must not be stored.
+        column = part.group * size + first * part.width + part.lane
         above = [
-            (_code_where_exists(part, i, codes[i]) & (2**width - 1)) << (i // count * width)
+            (codes[i] & (2**width - 1)) << (i // count * width)
             for i in range(first, len(codes), count)
         ]
-        store(ref, part.token, column, functools.reduce(operator.or_, above), part.exists(first))
-
-
-def _code_where_exists(part: Part, number: int, code: jax.Array) -> jax.Array:
-    if min(part.width, part.size - number * part.width) == part.width:
-        return code
-    return jnp.where(part.place(number) < part.size, code, 0)
+        store(ref, part.token, column, functools.reduce(operator.or_, above), part.groups_exist())

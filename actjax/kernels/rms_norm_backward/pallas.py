@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
 from actjax.kernels.layer_call import pallas_call
-from actjax.kernels.layers import value_of
+from actjax.kernels.layers import rows, value_of
 
 _LARGEST = 16384
 """Features of a row that registers can hold."""
@@ -48,7 +48,7 @@ class _Rows:
     @property
     def groups(self) -> int:
         """Groups of a row."""
-        return self.features // self.size
+        return pl.cdiv(self.features, self.size)
 
     def part(self, token: Any, tokens: int | None = None) -> tiles.Part:
         """Returns the part of one row."""
@@ -56,7 +56,7 @@ class _Rows:
         group = jax.lax.broadcasted_iota(jnp.int32, (1, padded, 1), 1)
         groups = self.groups if padded > self.groups else None
         return tiles.Part(
-            token, tokens, group, groups, self.size, 0, 0, self.slices, self.interpret
+            token, tokens, group, groups, self.size, self.features, self.slices, self.interpret
         )
 
 
@@ -69,11 +69,9 @@ def refuses(
 ) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
     del scale, addend, options
-    features, group = dy.shape[-1], limits.group_of(x)
+    features = dy.shape[-1]
     if features > _LARGEST:
         return f"holds whole rows, of up to {_LARGEST} features, got {features}"
-    if features % group:
-        return f"takes whole groups, got {features} features in groups of {group}"
     return limits.refuses_operand(x, dy.shape)
 
 
@@ -93,15 +91,15 @@ def rms_norm_backward(
     group, formats = limits.group_of(x), [x.format] if isinstance(x, QuantizedCode) else []
     slices = limits.slice_count(formats, group)
     count = pl.cdiv(tokens, _PROGRAMS)
-    rows = _Rows(tokens, features, group, slices, count, interpret)
-    programs = pl.cdiv(tokens, rows.count)
+    layout = _Rows(tokens, features, group, slices, count, interpret)
+    programs = pl.cdiv(tokens, layout.count)
 
-    addends = [] if addend is None else [operands.rows(addend)]
+    addends = [] if addend is None else [rows(addend)]
 
     def kernel(*refs: Any) -> None:
         read, others = bind(*refs[: len(arrays)]), refs[len(arrays) :]
         addend_ref = others[2] if addends else None
-        _run(rows, read, (*others[:2], *others[2 + len(addends) :]), addend_ref, eps)
+        _run(layout, read, (*others[:2], *others[2 + len(addends) :]), addend_ref, eps)
 
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
     sums = jax.ShapeDtypeStruct((programs, features), jnp.float32)
@@ -112,7 +110,7 @@ def rms_norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
-    )(*arrays, value_of(scale)[None], operands.rows(dy), *addends)
+    )(*arrays, value_of(scale)[None], rows(dy), *addends)
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 

@@ -82,5 +82,6 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.swiglu_backward.pallas",
     mosaic="actjax.kernels.swiglu_backward.mosaic",
+    triton="actjax.kernels.swiglu_backward.triton",
     reads_layers=True,
 )

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
 from actjax.kernels.layer_call import pallas_call
+from actjax.kernels.layers import rows
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 
@@ -78,6 +79,6 @@ def swiglu_backward(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_swiglu_backward",
-    )(*gate_arrays, *up_arrays, operands.rows(dy))
+    )(*gate_arrays, *up_arrays, rows(dy))
     *value, dgate, dup = (x.reshape(dy.shape) for x in results)
     return value[0] if value else None, dgate, dup

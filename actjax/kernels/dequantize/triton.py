@@ -1,0 +1,81 @@
+"""`dequantize` of rotated groups, in Triton."""
+
+import math
+
+import jax
+import triton
+import triton.language as tl
+
+from actjax.formats.code import QuantizedCode, group_count
+from actjax.kernels import limits, rotated
+from actjax.kernels.triton_call import Call
+
+
+def refuses(code: QuantizedCode) -> str | None:
+    """Returns why the program cannot take a code; None if it can."""
+    if code.channels is not None:
+        return "takes no outlier channels"
+    shape = (*code.planes[0].shape[:-1], code.features)
+    return rotated.refuses(code.format) or limits.refuses([code.format], code.dtype, shape)
+
+
+def dequantize(code: QuantizedCode) -> jax.Array:
+    """As `actjax.kernels.dequantize.api.dequantize`."""
+    (x,) = launch(code).run()
+    return x.reshape(*code.planes[0].shape[:-1], code.features)
+
+
+def launch(code: QuantizedCode) -> Call:
+    """Returns the launch of the program for a code that it does not refuse."""
+    tokens = math.prod(code.planes[0].shape[:-1])
+    groups = group_count(code.features, code.format.group)
+    arrays, constants = rotated.operand(code)
+    length = tokens // rotated.sequences(code)
+    return Call(
+        actjax_dequantize,
+        [*arrays, *rotated.tables_to_decode(code.format)],
+        [jax.ShapeDtypeStruct((tokens, code.features), code.dtype)],
+        lambda block: (
+            tokens // length * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,
+        ),
+        {
+            "LENGTH": length,
+            "FEATURES": code.features,
+            "GROUPS": groups,
+            "GROUP": code.format.group,
+            "X": constants,
+        },
+    )
+
+
+@triton.jit
+def actjax_dequantize(
+    layer, plane0, plane1, scale, offset, mean, spread, matrix, levels, held, x,
+    LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    X: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of tokens of a sequence, of one group: `LENGTH` tokens are a sequence."""
+    PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
+    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    sequence, first = program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+    start = sequence.to(tl.int64) * LENGTH
+    code = rotated.code_at(
+        (plane0, plane1, scale, offset, mean, spread), tl.load(layer), start, sequence, group,
+        FEATURES, GROUPS, GROUP, X,
+    )  # fmt: skip
+    low_matrix, high_matrix = rotated.halves_to_decode(matrix, GROUP)
+    column = group * GROUP + tl.arange(0, GROUP)
+    exists = (column < FEATURES)[None, :] if FEATURES % GROUP else None
+    x += start * FEATURES
+    for i in range(STEPS):
+        token = first + i * TILE + tl.arange(0, TILE)
+        live = token < LENGTH if LENGTH % (TILE * STEPS) else None
+        value = rotated.decoded(
+            code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, X
+        )
+        mask = exists
+        if live is not None:
+            mask = live[:, None] if exists is None else live[:, None] & exists
+        tl.store(
+            x + token[:, None] * FEATURES + column[None, :], value.to(x.dtype.element_ty), mask
+        )
