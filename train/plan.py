@@ -214,6 +214,8 @@ def run(config: PlanConfig, console: Console) -> bool:
         one = dataclasses.replace(train, method=name, options=options)
         rows.append(compile_plan(one, config.device))
         line = f"{name}: {size_text(rows[-1].peak)}"
+        if languages := rows[-1].languages:
+            line += f", kernels in {' and '.join(languages)}"
         if measured is not None:
             line += f", error {measured.errors(one)[WHOLE].error:.4f}"
         console.print(line, highlight=False)

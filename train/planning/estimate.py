@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_dev
 from train.planning.flops import causal_loop_length, matmul_flops
 from train.planning.least import least_work, total
 from train.planning.time import predicted_seconds, work_of
-from train.planning.traffic import kernels_of
+from train.planning.traffic import kernels_of, kernels_written_in
 from train.run.loss import whole_batch_shapes
 from train.run.recipe import Recipe, make_recipe
 from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
@@ -72,6 +72,7 @@ class Compiled:
       on_host: bytes of a device's optimizer states that are in the memory of the host.
       seconds: time of a step as `train.planning.time` predicts it; None for several devices, and
         for a device that is no known GPU.
+      languages: what the kernels of actjax in the step are written in; empty where it has none.
     """
 
     config: Config
@@ -82,6 +83,7 @@ class Compiled:
     exchanged: Mapping[str, int]
     on_host: int = 0
     seconds: float | None = None
+    languages: Sequence[str] = ()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -167,7 +169,10 @@ def compile_plan(config: Config, device: str) -> Compiled:
         # Copies between device and host are no kernels.
         bus = total(least_work(recipe.config)).bus
         seconds = predicted_seconds(work_of(kernels_of(program.as_text()), bus), gpu)
-    return Compiled(config, peak, temporaries, weights, states, exchanged, on_host, seconds)
+    languages = kernels_written_in(program.as_text())
+    return Compiled(
+        config, peak, temporaries, weights, states, exchanged, on_host, seconds, languages
+    )
 
 
 def compiled_peak(recipe: Recipe, device: str) -> int:

@@ -49,6 +49,13 @@ WRITTEN = "actjax_"
 """Begins the names of the kernels that actjax has written."""
 
 
+_LANGUAGES = {
+    "__gpu$xla.gpu.triton": "Pallas",
+    "triton_kernel_call": "Triton",
+    "tpu_custom_call": "Mosaic",
+}
+
+
 class Kernel(NamedTuple):
     """A kernel of a program.
 
@@ -98,6 +105,19 @@ def kernels_of(program: str) -> list[Kernel]:
     """
     bodies, entry = _computations(program)
     return list(_kernels(bodies, entry, 1, 1))
+
+
+def kernels_written_in(program: str) -> list[str]:
+    """Returns the languages of the kernels of actjax in a program for a GPU or a TPU.
+
+    Args:
+      program: text of an optimized HLO module.
+    """
+    return [
+        language
+        for target, language in _LANGUAGES.items()
+        if re.search(rf'custom_call_target="{re.escape(target)}".*{WRITTEN}', program)
+    ]
 
 
 def _computations(program: str) -> tuple[dict[str, _Body], str]:

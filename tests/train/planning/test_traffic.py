@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.planning.traffic import ATTENTION, COPIES, PRODUCTS, kernels_of
+from train.planning.traffic import ATTENTION, COPIES, PRODUCTS, kernels_of, kernels_written_in
 
 FUSIONS = """
 %slice_of_stack (p0: bf16[6,4,8], p1: s32[]) -> bf16[4,8] {
@@ -140,3 +140,18 @@ ENTRY %main (a: bf16[4,8], b: bf16[4,1]) -> bf16[4,8] {
 """
     (kernel,) = kernels_of(fused)
     assert kernel.moved == 2 * LAYER + 4 * 2
+
+
+def test_the_languages_of_kernels_are_found():
+    call = (
+        '  %{0} = u8[4] custom-call(), custom_call_target="{1}", metadata={{op_name="jit/{2}/x"}}\n'
+    )
+    lines = [
+        call.format("a", "__gpu$xla.gpu.triton", "actjax_adam_8bit"),
+        call.format("b", "triton_kernel_call", "actjax_quantize"),
+        call.format("c", "tpu_custom_call", "another"),
+        call.format("d", "__cublas$gemm", "dot"),
+    ]
+    assert kernels_written_in("".join(lines)) == ["Pallas", "Triton"]
+    assert kernels_written_in("".join(lines[1:])) == ["Triton"]
+    assert kernels_written_in("".join(lines[2:])) == []
