@@ -55,8 +55,10 @@ def _missing(implementation: Implementation) -> str | None:
     module, reason = _BACKENDS[implementation]
     try:
         importlib.import_module(module)
-    except ImportError:
+    except ModuleNotFoundError:
         return f"needs {module}, {reason}"
+    except Exception as error:  # A version that does not go with this one of JAX fails in any way.
+        return f"needs {module}, which fails with JAX {jax.__version__} ({error}): install another"
     return None
 
 

@@ -76,6 +76,28 @@ def tables_to_decode(format: fmt.Format) -> tuple[jax.Array, jax.Array]:
 
 
 @triton.jit
+def place_of_program(
+    LENGTH: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr
+):
+    """The group of a program, its sequence, and the first of its tokens in the sequence.
+
+    Sequences have `LENGTH` tokens. Programs next to each other take groups next to each other.
+    """
+    PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
+    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    return group, program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+
+
+@triton.jit
+def mask_of(live, exists):
+    """Which numbers of a tile exist, from its tokens and its columns; None for all."""
+    mask = exists
+    if live is not None:
+        mask = live[:, None] if exists is None else live[:, None] & exists
+    return mask
+
+
+@triton.jit
 def encoded(
     x, low_matrix, high_matrix, GROUP: tl.constexpr, BITS: tl.constexpr, TERMS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -91,9 +113,9 @@ def encoded(
     if TERMS is None:
         TOP: tl.constexpr = 2**BITS - 1
         UNIT: tl.constexpr = GROUP**-0.5
-        # Propagating NaN, which maxima of GPUs else drop.
-        least = tl.min(tl.minimum(low, high, tl.PropagateNan.ALL), 1) * UNIT
-        largest = tl.max(tl.maximum(low, high, tl.PropagateNan.ALL), 1) * UNIT
+        # GPUs drop a NaN from a maximum, but a rotation has it everywhere.
+        least = tl.min(tl.minimum(low, high), 1) * UNIT
+        largest = tl.max(tl.maximum(low, high), 1) * UNIT
         offset = _rounded(least, False, WIDE)
         scale = _rounded((largest - offset) / TOP, True, WIDE)
         inverse = tl.where(scale > 0, 1.0 / (TOP * scale), 0.0)

@@ -16,7 +16,7 @@ BLOCKED = ("jax.experimental.pallas", "jax_triton")
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.startswith(BLOCKED):
-            raise ImportError(f"no {name}")
+            raise ModuleNotFoundError(f"no {name}")
 
 sys.meta_path.insert(0, Blocked())
 import actjax, jax, numpy as np

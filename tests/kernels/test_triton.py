@@ -87,7 +87,7 @@ import sys, warnings
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name == "jax.experimental.pallas.triton":
-            raise ImportError(f"no {name}")
+            raise ModuleNotFoundError(f"no {name}")
 
 sys.meta_path.insert(0, Blocked())
 import actjax, jax, jax.numpy as jnp
@@ -129,6 +129,19 @@ def test_without_jax_triton_it_says_what_to_install(monkeypatch):
         jax.jit(functools.partial(kernel, implementation="triton", **cases[0].options)).trace(
             *cases[0].shapes()
         )
+
+
+def test_a_version_that_does_not_go_with_jax_is_named(monkeypatch, tmp_path):
+    (tmp_path / "jax_triton.py").write_text("import jax; jax.no_such_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_triton", raising=False)
+    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
+    within = actjax.kernels.use("triton")
+    with (
+        pytest.raises(ValueError, match=r"jax_triton, which fails with JAX .*no_such_name"),
+        within,
+    ):
+        pass
 
 
 def test_kernels_without_such_a_program_say_so():

@@ -54,10 +54,8 @@ def actjax_dequantize(
     LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     X: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of tokens of a sequence, of one group: `LENGTH` tokens are a sequence."""
-    PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
-    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    sequence, first = program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+    """Some tiles of tokens of a sequence, of one group."""
+    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     code = rotated.code_at(
         (plane0, plane1, scale, offset, mean, spread), tl.load(layer), start, sequence, group,
@@ -73,9 +71,7 @@ def actjax_dequantize(
         value = rotated.decoded(
             code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, X
         )
-        mask = exists
-        if live is not None:
-            mask = live[:, None] if exists is None else live[:, None] & exists
+        mask = rotated.mask_of(live, exists)
         tl.store(
             x + token[:, None] * FEATURES + column[None, :], value.to(x.dtype.element_ty), mask
         )

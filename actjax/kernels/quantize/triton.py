@@ -89,14 +89,8 @@ def actjax_quantize(
     LAYER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr,
     TERMS: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of tokens of a sequence, of one group: `LENGTH` tokens are a sequence.
-
-    Results of `LAYER` tokens are in a stack. Programs next to each other take groups next to each
-    other.
-    """
-    PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
-    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    sequence, first = program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+    """Some tiles of tokens of a sequence, of one group. Layers of results have `LAYER` tokens."""
+    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     into = start + tl.load(layer).to(tl.int64) * LAYER
     x += start * FEATURES
@@ -116,9 +110,7 @@ def actjax_quantize(
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = exists
-        if live is not None:
-            mask = live[:, None] if exists is None else live[:, None] & exists
+        mask = rotated.mask_of(live, exists)
         fill = None if mask is None else 0.0
         stored = tl.load(x + token[:, None] * FEATURES + column[None, :], mask, fill)
         value = stored.to(tl.float32)

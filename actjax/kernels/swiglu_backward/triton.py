@@ -101,10 +101,8 @@ def actjax_swiglu_backward(
     GATE: tl.constexpr, UP: tl.constexpr, WITH_VALUE: tl.constexpr, EXIST: tl.constexpr,
     DY_STEP: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of tokens of a sequence, of one group: `LENGTH` tokens are a sequence."""
-    PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
-    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    sequence, first = program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+    """Some tiles of tokens of a sequence, of one group."""
+    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     gate_code = rotated.code_at(
         (gate0, gate1, gate_scale, gate_offset, gate_mean, gate_spread), tl.load(layer), start,
@@ -121,9 +119,7 @@ def actjax_swiglu_backward(
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = exists
-        if live is not None:
-            mask = live[:, None] if exists is None else live[:, None] & exists
+        mask = rotated.mask_of(live, exists)
         place = (start * FEATURES) + (token[:, None] * FEATURES + column)
         g = rotated.decoded(
             gate_code, gate_levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, GATE
