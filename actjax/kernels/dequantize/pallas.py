@@ -21,7 +21,10 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
     arrays, bind = operands.operands(code)
-    grid = tiles.grid_of(math.prod(lead), code.features, code.format.group, interpret=interpret)
+    # A rotation holds all slices of a group: half as many numbers fit the registers.
+    numbers = 2048 if code.format.rotate else 4096
+    group, tokens = code.format.group, math.prod(lead)
+    grid = tiles.grid_of(tokens, code.features, group, numbers, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         *inputs, out = refs
