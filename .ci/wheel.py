@@ -37,14 +37,14 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def superfluous(wheel: pathlib.Path) -> list[str]:
-    """Returns the files of a wheel that are neither code of actjax nor metadata."""
+    """Returns the files of a wheel that are neither code of actjax, its data, nor metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     return [
         name
         for name in names
         if not name.split("/")[0].endswith(".dist-info")
-        and name != "actjax/py.typed"
+        and name not in ("actjax/py.typed", "actjax/kernels/blocks.json")
         and not (name.startswith("actjax/") and name.endswith(".py"))
     ]
 
