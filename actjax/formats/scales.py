@@ -37,8 +37,8 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
 
 
 def root_mean_square(part: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the scale of "normal" levels for the numbers along some axes."""
-    # Of numbers within one, so that no square overflows.
+    """Returns the scale of "normal" levels: one for the numbers along `axes`."""
+    # Of numbers relative to the largest, so that no square overflows.
     largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
     unit = over(part, largest)
     return jnp.sqrt(jnp.mean(unit * unit, axes, keepdims=True)) * largest

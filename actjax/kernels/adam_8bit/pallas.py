@@ -57,8 +57,9 @@ def adam_8bit(
     With a tail its results are in the place of the update.
     """
     tokens = math.prod(grad.shape[:-1])
-    # A block ends with its row.
-    grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
+    # A block ends with its row, and a program has no more numbers than exist.
+    features = grad.shape[-1]
+    grid = tiles.grid_of(tokens, features, min(mu.block, features), numbers=2048)
 
     whole, factors = split_scaled(grad)
     arrays = [rows(x) for x in (whole, mu.codes, mu.scales, nu.codes, nu.scales)]
