@@ -21,9 +21,9 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
     arrays, bind = operands.operands(code)
-    # A rotation holds all slices of a group: half as many numbers fit the registers.
-    numbers = 2048 if code.format.rotate else 4096
     group, tokens = code.format.group, math.prod(lead)
+    # Smaller groups have more scales, which need registers too where a rotation holds all numbers.
+    numbers = min(4096, 32 * group) if code.format.rotate else 4096
     grid = tiles.grid_of(tokens, code.features, group, numbers, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
