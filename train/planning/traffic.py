@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier",
-    "partition-id", "replica-id", "copy-done", "async-done",
+    "partition-id", "replica-id", "copy-done", "async-done", "fusion-done",
 }  # fmt: skip
 _COPIES = _FREE | {
     "copy",
@@ -132,6 +132,8 @@ def _computations(program: str) -> tuple[dict[str, _Body], str]:
         elif name and (match := _INSTRUCTION.match(line)):
             root, result, shape, operation, arguments = match.groups()
             operands = tuple(re.findall(r"%([\w.\-]+)", _within_brackets(arguments)))
+            # From JAX 0.12 on, some fusions run beside others: the start is the whole of it.
+            operation = "fusion" if operation == "fusion-start" else operation
             made = _Instruction(result, shape, operation, operands, line, bool(root))
             bodies[name][result] = made
     return bodies, entry
@@ -177,18 +179,35 @@ def _kernels(bodies: dict[str, _Body], name: str, times: int, trips: int) -> Ite
         elif made.operation == "call":
             yield from _kernels(bodies, _called(made, "to_apply")[0], times, trips)
         else:
-            operator = _operator(bodies, made)
+            around, called = _without_slices(bodies, body, made)
+            operator = _operator(bodies, called)
             is_product = operator == PRODUCTS
+            flops = _flops(bodies, around, called) if is_product else _attention_flops(called)
             yield Kernel(
                 times * _moved(bodies, body, made, trips),
                 times,
                 operator,
-                _phase(made),
+                _phase(called),
                 made.name,
                 made.shape,
-                times * (_flops(bodies, body, made) if is_product else _attention_flops(made)),
-                not is_product or _is_aligned(body, made),
+                times * flops,
+                not is_product or _is_aligned(around, called),
             )
+
+
+def _without_slices(
+    bodies: dict[str, _Body], body: _Body, made: _Instruction
+) -> tuple[_Body, _Instruction]:
+    """Returns what a kernel is, and the computation that it stands in.
+
+    From JAX 0.11 on, XLA fuses a call of a library with the slices of stacks that it reads and
+    writes, so that nothing is copied: then this is the call within the fusion.
+    """
+    for name in _called(made, "calls") if made.operation == "fusion" else []:
+        for one in bodies[name].values():
+            if one.operation == "custom-call":
+                return bodies[name], one
+    return body, made
 
 
 def _flops(bodies: dict[str, _Body], body: _Body, made: _Instruction) -> float:

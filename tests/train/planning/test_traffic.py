@@ -155,3 +155,41 @@ def test_the_languages_of_kernels_are_found():
     assert kernels_written_in("".join(lines)) == ["Pallas", "Triton"]
     assert kernels_written_in("".join(lines[1:])) == ["Triton"]
     assert kernels_written_in("".join(lines[2:])) == []
+
+
+def test_a_product_that_reads_a_layer_of_a_stack_is_a_product():
+    # As XLA of JAX 0.12 writes it: no copy of the layer exists.
+    text = """%sliced (p0: bf16[6,8,5], p1: s32[], p2: bf16[4,8]) -> (bf16[4,5], s8[64]) {
+  %p0 = bf16[6,8,5]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[4,8]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %taken = bf16[1,8,5]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,8,5}
+  %flat = bf16[8,5]{1,0} bitcast(%taken)
+  ROOT %call = (bf16[4,5]{1,0}, s8[64]{0}) custom-call(%p2, %flat), \
+custom_call_target="__cublas$lt$matmul", metadata={op_name="jit/jvp(actjax.linear)/dot_general"}, \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+}
+
+ENTRY %main (w: bf16[6,8,5], i: s32[], x: bf16[4,8]) -> (bf16[4,5], s8[64]) {
+  %w = bf16[6,8,5]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[4,8]{1,0} parameter(2)
+  ROOT %k = (bf16[4,5]{1,0}, s8[64]{0}) fusion(%w, %i, %x), kind=kCustom, calls=%sliced
+}
+"""
+    (kernel,) = kernels_of(text)
+    assert (kernel.operator, kernel.phase) == (PRODUCTS, "forward")
+    assert kernel.flops == 2 * 4 * 8 * 5
+    assert not kernel.is_aligned
+    assert kernel.moved == 2 * (8 * 5 + 4 * 8 + 4 * 5) + 64 + 4
+
+
+def test_a_fusion_that_runs_beside_others_counts_once():
+    start = STEP.replace(
+        "%x = bf16[4,8]{1,0} fusion(",
+        "%s = ((bf16[6,4,8]{2,1,0}, s32[]), bf16[4,8]{1,0}, u32[]) fusion-start(",
+    ).replace("%call = ", "%x = bf16[4,8]{1,0} fusion-done(%s)\n  %call = ")
+    (kernel,) = [k for k in kernels_of(start) if k.name == "s"]
+    assert (kernel.moved, kernel.operator) == (6 * (2 * LAYER + 4), "rms_norm")
+    assert sum(k.moved for k in kernels_of(start)) == sum(k.moved for k in kernels_of(STEP))
