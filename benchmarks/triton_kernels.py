@@ -55,6 +55,8 @@ class Config:
         "llama_7b, 4 bits, normal levels, balanced, rotated",
     )
     """Names of cases of `benchmarks.kernel_cases`."""
+    kernels: tuple[str, ...] = ()
+    """Names of kernels; empty for all that are written in Triton."""
     capabilities: tuple[str, ...] = ("8.0", "8.9", "9.0")
     """Compute capabilities of the GPUs to compile for."""
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
@@ -62,6 +64,8 @@ class Config:
     def __post_init__(self) -> None:
         kernels = [entry for entry in KERNELS.values() if entry.kernel.triton]
         check_names(self.cases, tuple(x.name for entry in kernels for x in entry.cases), "--cases")
+        names = tuple(name for name, entry in KERNELS.items() if entry.kernel.triton)
+        check_names(self.kernels, names, "--kernels")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -69,7 +73,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
     rows = []
     for name, (kernel, cases) in KERNELS.items():
         for case in cases:
-            if case.name not in config.cases or kernel.triton is None:
+            is_wanted = not config.kernels or name in config.kernels
+            if case.name not in config.cases or kernel.triton is None or not is_wanted:
                 continue
             tokens, features = case.make.keywords["tokens"], case.make.keywords["features"]
             common = {
@@ -78,9 +83,10 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "bytes": case.least_bytes(kernel.reference),
                 "numbers": tokens * features,
             }
-            pallas = {"program": "pallas", "capability": "9.0"}
-            made = [pallas | _pallas(kernel, case, common["numbers"])]
-            call = _launch(kernel, case)
+            call, made = _launch(kernel, case), []
+            if kernel.pallas is not None:
+                pallas = {"program": "pallas", "capability": "9.0"}
+                made = [pallas | _pallas(kernel, case, common["numbers"])]
             made += [_assembled(call, x, common["numbers"]) for x in config.capabilities]
             rows += [common | row | {"share": _share(common, row)} for row in made]
     return rows

@@ -8,14 +8,16 @@ this: a linear operator, for example, never decodes.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from actjax._core.tags import keep
+from actjax._core.no_derivative import no_derivative
+from actjax._core.tags import keep, name_code
 from actjax.codecs import Codec, Exact, Quantized
 from actjax.codecs.base import Code
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 
 
 class Holdable:
@@ -120,6 +122,57 @@ class FromCodes(Protocol):
         ...
 
 
+@runtime_checkable
+class WritesCodes(Protocol):
+    """A function that can encode its activations in few bits while it reads them."""
+
+    def __call__(self, activations: Any, others: Any) -> Any:
+        """Returns the value."""
+        ...
+
+    def with_codes(
+        self, inputs: Sequence[QuantizeInputs], formats: Sequence[Format], others: Any
+    ) -> tuple[Any, Sequence[QuantizedCode]]:
+        """Returns the value, and the codes of the activations.
+
+        Args:
+          inputs: the activations, and what their formats need.
+          formats: how each is stored.
+          others: the other arguments.
+        """
+        ...
+
+
+def value_and_codes(
+    fun: Callable[[Any, Any], Any],
+    activations: Sequence[jax.Array],
+    others: Any,
+    codecs: Sequence[Codec],
+    key: Any,
+    operator: str,
+    names: Sequence[str],
+) -> tuple[Any, Sequence[Code]]:
+    """Returns `fun(activations, others)`, and codes of the activations with tags.
+
+    The arguments are those of `coded_call`; `fun` may be `WritesCodes`.
+    """
+    if not (isinstance(fun, WritesCodes) and _are_in_groups(codecs)):
+        activations, codes = encode_all(activations, codecs, key, operator, names)
+        return fun(activations, others), codes
+    quantized = cast(Sequence[Quantized], codecs)
+    inputs = [
+        codec.inputs_of(no_derivative(x), key_of(key, i))
+        for i, (x, codec) in enumerate(zip(activations, quantized, strict=True))
+    ]
+    formats = [c.format_of(x.shape[-1]) for c, x in zip(quantized, activations, strict=True)]
+    value, codes = fun.with_codes(inputs, formats, others)
+    held = map(Quantized.with_statistics, codes, inputs)
+    return value, tuple(
+        name_code(code, x, repr(codec), operator, name)
+        for code, x, codec, name in zip(held, activations, codecs, names, strict=True)
+    )
+
+
 def differentiate(
     fun: Callable[[Any, Any], Any],
     codes: Sequence[Code],
@@ -155,6 +208,11 @@ def _reads(fun: FromCodes, codecs: Sequence[Decodes]) -> bool:
     """Returns whether the backward pass of `fun` reads the codes of these codecs."""
     if fun.reads_arrays and all(isinstance(codec, Exact) for codec in codecs):
         return True
+    return _are_in_groups(codecs)
+
+
+def _are_in_groups(codecs: Sequence[Any]) -> bool:
+    """Returns whether all codecs are `Quantized`, with scales of groups."""
     return all(isinstance(codec, Quantized) and codec.scaling == "group" for codec in codecs)
 
 
@@ -185,6 +243,19 @@ class Operator:
     def forward(self, activations: Any, others: Any) -> Any:
         """Returns the value in the forward pass of a gradient."""
         return self(activations, others)
+
+    def forward_with_codes(
+        self,
+        activations: Sequence[jax.Array],
+        others: Any,
+        codecs: Sequence[Codec],
+        key: Any,
+        operator: str,
+        names: Sequence[str],
+    ) -> tuple[Any, Any]:
+        """Returns the value in the forward pass of a gradient, and the `codes` for `backward`."""
+        activations, codes = self.encode(activations, others, codecs, key, operator, names)
+        return self.forward(activations, others), codes
 
     def encode(
         self,
@@ -218,6 +289,9 @@ class _Differentiated(Operator):
 
     def __call__(self, activations, others):
         return self.fun(activations, others)
+
+    def forward_with_codes(self, activations, others, codecs, key, operator, names):
+        return value_and_codes(self.fun, activations, others, codecs, key, operator, names)
 
     def backward(self, codes, codecs, held, cotangent):
         others = restore(held)
@@ -269,8 +343,8 @@ def _coded_call(fun, operator, names, activations, others, codecs, key):
 
 def _coded_call_fwd(fun, operator, names, activations, others, codecs, key):
     with jax.named_scope(f"actjax.{operator}"):
-        activations, codes = fun.encode(activations, others, codecs, key, operator, names)
-        return fun.forward(activations, others), (codes, fun.hold(others), codecs)
+        value, codes = fun.forward_with_codes(activations, others, codecs, key, operator, names)
+        return value, (codes, fun.hold(others), codecs)
 
 
 def _coded_call_bwd(fun, operator, names, residuals, cotangent):

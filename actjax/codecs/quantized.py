@@ -182,15 +182,13 @@ class Quantized(Codec):
     def encode(
         self, x: jax.Array, key: jax.Array | None = None
     ) -> QuantizedCode | by_channel.ChannelCode:
-        check_activation(self, x)
-        channels = self.outlier_channels(x)
         if self.scaling == "channel":
+            check_activation(self, x)
+            channels = self.outlier_channels(x)
             scale = self.fit_channels(x, channels)
             return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
-        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
-        inputs = QuantizeInputs(x, self._seed(key), channels, mean, spread)
-        code = quantize(inputs, format=self.format_of(x.shape[-1]))
-        return dataclasses.replace(code, mean=mean, spread=spread)
+        inputs = self.inputs_of(x, key)
+        return self.with_statistics(quantize(inputs, format=self.format_of(x.shape[-1])), inputs)
 
     def decode(self, code: QuantizedCode | by_channel.ChannelCode) -> jax.Array:
         is_by_channel = isinstance(code, by_channel.ChannelCode)
@@ -198,6 +196,17 @@ class Quantized(Codec):
 
     def weight_grad(self, code: QuantizedCode | by_channel.ChannelCode, dz: jax.Array) -> jax.Array:
         return contract_tokens(self.decode(code), dz)
+
+    def inputs_of(self, x: jax.Array, key: jax.Array | None = None) -> QuantizeInputs:
+        """Returns `x` with what its groups are encoded by: statistics, outlier channels, a seed."""
+        check_activation(self, x)
+        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
+        return QuantizeInputs(x, self._seed(key), self.outlier_channels(x), mean, spread)
+
+    @staticmethod
+    def with_statistics(code: QuantizedCode, inputs: QuantizeInputs) -> QuantizedCode:
+        """Returns the code of `inputs` with the statistics that `decode` needs."""
+        return dataclasses.replace(code, mean=inputs.mean, spread=inputs.spread)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         tokens, features = token_count(shape), shape[-1]

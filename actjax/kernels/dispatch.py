@@ -6,7 +6,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 from jax.core import Tracer
@@ -72,6 +72,14 @@ def _tell_that_definitions_run(platform: str) -> None:
     )
 
 
+class Compute(Protocol):
+    """Computes a kernel that is a part of another one."""
+
+    def __call__(self, kernel: "Kernel", *args: Any, into: Any = None, **options: Any) -> Any:
+        """Returns `kernel(*args, **options)`; `into` as for `primitive.Computation.compute`."""
+        ...
+
+
 _asked: Any = jax.make_user_context(None)
 
 
@@ -125,7 +133,7 @@ class Kernel:
       reference: the definition.
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
-      pallas: the program for NVIDIA GPUs.
+      pallas: the program for NVIDIA GPUs; None if there is none.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
       triton: a second program for NVIDIA GPUs, without the argument `interpret`; None if there is
         none. It stands in for `pallas` where JAX has no such backend. Its module also has `launch`,
@@ -137,6 +145,9 @@ class Kernel:
         to a result, and the number of this result; None if there is none.
       reads_layers: whether arguments of programs for GPUs may be `Layer`s of stacks.
       writes_layers: as for `primitive.Computation`; "results" if they have the argument `into`.
+      parts: `parts(compute, *args, into, **options)` computes the function by other kernels, where
+        no program takes the arguments; `compute` is a `Compute`. None for the definition. While
+        JAX has the backend of `pallas`, such kernels are preferred to a `triton` of the whole.
       takes_tail: whether `pallas` has the argument `tail`, a `Tail` behind the first result, and
         then returns what `Tail.on_arrays` returns in the place of this result.
     """
@@ -144,13 +155,14 @@ class Kernel:
     name: str
     reference: Callable[..., Any]
     dims: Callable[..., tuple[tuple, Any] | None]
-    pallas: str
+    pallas: str | None = None
     mosaic: str | None = None
     triton: str | None = None
     addend: tuple[int, int] | None = None
     converts: bool = False
     reads_layers: bool = False
     writes_layers: primitive.Writes = "nothing"
+    parts: Callable[..., Any] | None = None
     takes_tail: bool = False
 
     def __call__(
@@ -192,8 +204,11 @@ class Kernel:
         if asked is None or asked == "reference":
             return asked
         reason = self.refusal(asked, args, options)
-        if reason is None and asked in ("pallas", "triton") and _is_now_on_a_cpu(args):
-            reason = "is compiled for NVIDIA GPUs, and this runs on a CPU, as 'interpreted' can"
+        if asked in ("pallas", "triton") and _is_now_on_a_cpu(args):
+            cpu = "is compiled for NVIDIA GPUs, and this runs on a CPU, as 'interpreted' can"
+            reason = reason or cpu
+        elif self.parts is not None and passed is None:
+            return asked  # Its parts may have such a program.
         if reason is None:
             return asked
         if passed is not None:
@@ -230,6 +245,9 @@ class Kernel:
           into: as for `primitive.Computation.compute`.
         """
         args, tail = (args[:-1], args[-1]) if args and isinstance(args[-1], Tail) else (args, None)
+        if self.parts is not None and not self._is_whole(platform, chosen, args, dict(static)):
+            compute = functools.partial(_compute_part, platform, chosen)
+            return self.parts(compute, *args, into=into, **dict(static))
         if chosen is None:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
@@ -253,6 +271,24 @@ class Kernel:
         interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
         return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
 
+    def _is_whole(
+        self,
+        platform: str | None,
+        chosen: Implementation | None,
+        args: tuple,
+        options: dict[str, Any],
+    ) -> bool:
+        """Returns whether the definition or a program computes all of a kernel with `parts`."""
+        if chosen == "reference":
+            return True
+        program = chosen
+        if program is None:
+            usable = (x for x in _DEFAULTS.get(platform, ()) if not _lacks(x))
+            program = next(usable, None)
+        if program is None or (program == "triton" and platform != "cuda"):
+            return False
+        return self.refusal(program, args, options) is None
+
     def _module(self, implementation: Implementation) -> str | None:
         """Returns the module of the program of an implementation; None if there is none."""
         name = "pallas" if implementation == "interpreted" else implementation
@@ -271,6 +307,29 @@ class Kernel:
         if platform is not None and programs and all(map(_lacks, programs)):
             _tell_that_definitions_run(platform)
         return "reference"
+
+
+def _compute_part(
+    platform: str | None,
+    chosen: Implementation | None,
+    kernel: Kernel,
+    *args: Any,
+    into: Any = None,
+    **options: Any,
+) -> Any:
+    """Computes a kernel that is a part of another one, as `Compute`, by the implementation of it.
+
+    Args:
+      platform: as for `Kernel.compute`.
+      chosen: as for `Kernel.compute`, of the whole; where the part refuses it, as within `use`.
+      kernel: the part.
+      *args: its arguments.
+      into: as for `Kernel.compute`.
+      **options: its options.
+    """
+    if chosen is not None and kernel.refusal(chosen, args, options) is not None:
+        chosen = None if chosen == "triton" else "reference"
+    return kernel.compute(platform, chosen, tuple(sorted(options.items())), *args, into=into)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -15,6 +15,8 @@ It is read by Triton, whose functions take arrays as tiles, and whose loops over
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,14 +54,63 @@ def matrix_of(group: int) -> np.ndarray:
     return signs_of(group)[:, None] * hadamard(group)
 
 
-def encoding(format: fmt.Format) -> dict[str, Any]:
-    """Returns the constants of `encoded` and `store_planes`, by name."""
-    return {
-        "GROUP": format.group,
-        "BITS": format.bits,
-        "WIDTHS": PLANES[format.bits],
-        "TERMS": index_terms(format.bits) if format.levels == "normal" else None,
-    }
+def encoding(format: fmt.Format, balanced: bool) -> tuple[Any, ...]:
+    """Returns the constants of `write_code`: whether numbers are balanced, and of the format."""
+    terms = index_terms(format.bits) if format.levels == "normal" else None
+    is_wide = format.scale_dtype == "float32"
+    return balanced, format.bits, PLANES[format.bits], terms, is_wide
+
+
+def inputs_of(inputs: fmt.QuantizeInputs) -> list[Any]:
+    """Returns the arrays of `quantize` for a program: tokens [T, d], means, and spreads."""
+    statistics = inputs.mean, inputs.spread
+    if inputs.mean is None:
+        statistics = [jnp.zeros((1, 1), jnp.uint16)] * 2
+    return [rows(inputs.x), *map(rows, statistics)]
+
+
+def results_of(
+    inputs: fmt.QuantizeInputs, format: fmt.Format, into: fmt.QuantizedCode | None
+) -> list[Any]:
+    """Returns the results of a program that writes a code: two planes, scales and offsets.
+
+    The second plane, or the offsets, are a number where a code has none.
+
+    Args:
+      inputs: what is encoded.
+      format: how.
+      into: as for `Computation.compute`.
+    """
+    tokens, features = math.prod(inputs.x.shape[:-1]), inputs.x.shape[-1]
+    groups = fmt.group_count(features, format.group)
+    scale_dtype = jnp.float32 if format.scale_dtype == "float32" else jnp.uint16
+    sizes = [groups * format.group * width // 8 for width in PLANES[format.bits]]
+    shapes = [*((size, jnp.uint8) for size in sizes), *[(groups, scale_dtype)] * 2]
+    results: list[Any] = [jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in shapes]
+    if into is not None:
+        held = (*into.planes, into.scale, into.offset)
+        results = [y if z is None else rows(z) for y, z in zip(results, held, strict=True)]
+    if len(results) < 4:
+        results.insert(1, jax.ShapeDtypeStruct((1, 1), jnp.uint8))
+    if format.levels == "normal":
+        results[3] = jax.ShapeDtypeStruct((1, 1), scale_dtype)
+    return results
+
+
+def code_of(
+    results: Sequence[Any], inputs: fmt.QuantizeInputs, format: fmt.Format
+) -> fmt.QuantizedCode:
+    """Returns the code that a program has written into `results_of`, without statistics."""
+    lead = inputs.x.shape[:-1]
+    *planes, scale, offset = results
+    return fmt.QuantizedCode(
+        planes=tuple(y.reshape(*lead, y.shape[-1]) for y in planes[: len(PLANES[format.bits])]),
+        scale=scale.reshape(*lead, scale.shape[-1]),
+        features=inputs.x.shape[-1],
+        dtype=jnp.dtype(inputs.x.dtype),
+        format=format,
+        offset=offset.reshape(*lead, offset.shape[-1]) if format.levels == "uniform" else None,
+    )
 
 
 def matrix_to_encode(format: fmt.Format) -> jax.Array:
@@ -95,6 +146,58 @@ def mask_of(live, exists):
     if live is not None:
         mask = live[:, None] if exists is None else live[:, None] & exists
     return mask
+
+
+@triton.jit
+def statistics_at(
+    mean, spread, sequence, column, exists, FEATURES: tl.constexpr, CODE: tl.constexpr
+):
+    """Means and inverse spreads of some columns; zero and one where numbers are not balanced."""
+    if CODE[0]:
+        place = sequence * FEATURES + column
+        return load_scale(mean + place, exists), 1.0 / load_scale(spread + place, exists)
+    else:
+        return 0.0, 1.0
+
+
+@triton.jit
+def halves_to_encode(matrix, GROUP: tl.constexpr):
+    """The halves of the matrix of `write_code`, [GROUP, GROUP // 2]."""
+    lane, half = tl.arange(0, GROUP), tl.arange(0, GROUP // 2)
+    place = matrix + lane[:, None] * GROUP + half[None, :]
+    return tl.load(place), tl.load(place + GROUP // 2)
+
+
+@triton.jit
+def results_at(results, first, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr):
+    """The results of a code from a token on: two planes, scales and offsets."""
+    WIDTHS: tl.constexpr = CODE[2]
+    plane0 = results[0] + first * (GROUPS * GROUP * WIDTHS[0] // 8)
+    plane1 = results[1] + (first * (GROUPS * GROUP * WIDTHS[-1] // 8) if len(WIDTHS) > 1 else 0)
+    return plane0, plane1, results[2] + first * GROUPS, results[3] + first * GROUPS
+
+
+@triton.jit
+def write_code(
+    x, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """Writes the code of a tile [tokens, GROUP]. `CODE` is from `encoding`."""
+    value = x.to(tl.float32)
+    if CODE[0]:
+        if x.dtype == tl.float32:
+            value = (value - centre) * inverse
+        else:
+            value = tl.fma(value, inverse, -centre * inverse)
+        if exists is not None:
+            value = tl.where(exists, value, 0.0)
+    low, high, unit, least = encoded(
+        value.to(tl.bfloat16), low_matrix, high_matrix, GROUP, CODE[1], CODE[3], CODE[4]
+    )
+    store_planes(low, high, results, token, live, group, GROUPS, CODE[2])
+    store_scale(results[2] + token * GROUPS + group, unit, live)
+    if CODE[3] is None:
+        store_scale(results[3] + token * GROUPS + group, least, live)
 
 
 @triton.jit
@@ -284,6 +387,14 @@ def _load_plane(
         if WIDTH < 4:
             bits = bits >> (lane // SIZE * WIDTH)[None, :]
         return bits & (2**WIDTH - 1), (bits >> 4) & (2**WIDTH - 1)
+
+
+@triton.jit
+def sigmoid(x):
+    """The logistic function."""
+    # The square of an inverse root is two instructions, an inverse more than twice as many.
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return root * root
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -19,8 +20,9 @@ import jax_triton
 from actjax import _gpu
 from actjax.kernels.layers import Layer, Result
 
-_SHAPES = "out_type" if "out_type" in signature(jax_triton.triton_call).parameters else "out_shape"
-"""The keyword of the shapes of results, which jax-triton 0.4 renamed."""
+_IS_OLD = "out_type" not in signature(jax_triton.triton_call).parameters
+"""Whether jax-triton is older than 0.4. It then passes a result that replaces an argument twice, as
+both; from 0.4 on once, in the place of the result."""
 _UNKNOWN = (9, 0)
 """Compute capability to compile for on a machine without a GPU."""
 
@@ -51,18 +53,30 @@ class Call:
         block = dict(block_of(self.kernel.__name__, capability))
         constants = {**self.constants, **block}
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        arrays = self.arrays()
+        named: dict[str, Any] = {}
+        arrays, shapes = self.arrays(), [_shape_of(x) for x in self.results]
         first = len(arrays) - len(self.results)
-        aliases = {first + i: i for i, x in enumerate(self.results) if isinstance(x, Layer)}
+        places = [i for i, x in enumerate(self.results) if isinstance(x, Layer)]
+        if _IS_OLD:
+            aliases = {first + i: i for i in places}
+        else:
+            names = self.kernel.arg_names[len(arrays) :]
+            named = {names[i]: arrays[first + i] for i in places}
+            for i in places:
+                arrays[first + i] = jnp.zeros(1, shapes[i].dtype)
+            aliases = {len(arrays) + n: i for n, i in enumerate(places)}
         # The name tells the kernel in a compiled program.
-        with jax.named_scope(self.kernel.__name__):
+        with jax.named_scope(self.kernel.__name__), warnings.catch_warnings():
+            # Arrays that can be changed, which it would rather have, are not for traced functions.
+            warnings.filterwarnings("ignore", "input_output_aliases is deprecated")
             written = jax_triton.triton_call(
                 *arrays,
                 kernel=self.kernel,
                 grid=self.grid(constants),
                 input_output_aliases=aliases,
                 compute_capability=10 * capability[0] + capability[1],
-                **{_SHAPES: [_shape_of(x) for x in self.results]},
+                **{"out_shape" if _IS_OLD else "out_type": shapes},
+                **named,
                 **options,
                 **constants,
             )

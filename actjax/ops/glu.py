@@ -13,9 +13,11 @@ from actjax._core.tags import keep
 from actjax._math.padding import check_features, zero_beyond
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
-from actjax.formats.code import QuantizedCode
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 from actjax.kernels.swiglu_backward.reference import value_and_grads
+from actjax.kernels.swiglu_encode import reference
+from actjax.kernels.swiglu_encode.api import swiglu_encode
 from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.weights.lora import LowRankSum
 
@@ -91,6 +93,14 @@ class Activate:
     def __call__(self, activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
         return _swiglu("", self.features, *activations)
 
+    def with_codes(
+        self, inputs: Sequence[QuantizeInputs], formats: Sequence[Format], _: tuple[()]
+    ) -> tuple[jax.Array, Sequence[QuantizedCode]]:
+        """As `actjax._core.coded_call.WritesCodes`."""
+        (gate, up), both = inputs, (formats[0], formats[1])
+        value, *codes = swiglu_encode(gate, up, formats=both, features=self.features)
+        return value, codes
+
     def from_codes(
         self,
         codes: tuple[QuantizedCode, QuantizedCode],
@@ -108,9 +118,7 @@ class Activate:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _swiglu(name: str, features: int | None, gate: jax.Array, up: jax.Array) -> jax.Array:
     del name
-    wide = accumulation_dtype(gate.dtype)
-    value = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
-    return zero_beyond(features, value).astype(gate.dtype)
+    return reference.value(gate, up, features)
 
 
 def _swiglu_fwd(name, features, gate, up):

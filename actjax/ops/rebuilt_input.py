@@ -13,7 +13,13 @@ from typing import Any
 import jax
 
 from actjax._core.checks import check_codecs, check_floating
-from actjax._core.coded_call import Operator, coded_call, differentiate, restore
+from actjax._core.coded_call import (
+    Operator,
+    coded_call,
+    differentiate,
+    restore,
+    value_and_codes,
+)
 from actjax._math.padding import check_features
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
@@ -263,9 +269,13 @@ class _ThenLinear(Operator):
         before_others, weights, biases = others
         return product("rebuilt input", self.before(activations, before_others), weights, biases)
 
-    def forward(self, activations: Any, others: Any) -> tuple[jax.Array, ...]:
+    def forward_with_codes(self, activations, others, codecs, key, operator, names):
         before_others, weights, biases = others
-        return self(activations, (before_others, tuple(w.plain() for w in weights), biases))
+        x, codes = value_and_codes(
+            self.before, activations, before_others, codecs, key, operator, names
+        )
+        plain = tuple(w.plain() for w in weights)
+        return product("rebuilt input", x, plain, biases), codes
 
     def backward(self, codes, codecs, held, cotangent):
         before_others, weights, biases = restore(held)

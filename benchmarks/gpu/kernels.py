@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.dispatch import Kernel
+from actjax.kernels.dispatch import Implementation, Kernel
 from benchmarks import operator_check
 from benchmarks.gpu.steps import Rows, attempt
 from benchmarks.kernel_cases import KERNELS
@@ -48,6 +48,11 @@ def _takes_triton(unit: Unit) -> bool:
     return bool(kernel.triton) and kernel.refusal("triton", case.shapes(), options) is None
 
 
+def _usual(kernel: Kernel, implementation: Implementation) -> Implementation | None:
+    """Returns the implementation to ask a kernel for; None if its parts have it, not the whole."""
+    return None if kernel.pallas is None else implementation
+
+
 def check_kernels(dry: bool) -> Rows:
     """Compares kernels with their definitions; the dry run one small case of each."""
     units = _first_cases(case_units(small=True)) if dry else case_units()
@@ -77,9 +82,10 @@ def _checked(run: Callable[[Unit], Any], units: list[Unit], dry: bool) -> Rows:
 
 def _check_kernel(unit: Unit) -> dict[str, Any]:
     seed, on_gpu = secrets.randbits(31), jax.default_backend() == "gpu"
-    result = check(*_find_case(unit), seed, "pallas" if on_gpu else "interpreted")
+    kernel, case = _find_case(unit)
+    result = check(kernel, case, seed, _usual(kernel, "pallas" if on_gpu else "interpreted"))
     if on_gpu and _takes_triton(unit):
-        in_triton = check(*_find_case(unit), seed, "triton")
+        in_triton = check(kernel, case, seed, "triton")
         result |= {"triton": in_triton, "ok": result["ok"] and in_triton["ok"]}
     return {"seed": seed, **result}
 
@@ -101,8 +107,9 @@ def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
         raise RuntimeError("no program in Triton can run: is jax-triton installed?")
     if not dry:
         return time_units(units)
-    asked, firsts = "triton" if in_triton else "pallas", _first_cases(units)
+    firsts = _first_cases(units)
     for kernel, case in map(_find_case, firsts):
+        asked = "triton" if in_triton else _usual(kernel, "pallas")
         run = functools.partial(kernel, implementation=asked, **case.options)
         # That compiles programs in Triton; XLA compiles the others later.
         jax.jit(run).trace(*case.shapes()).lower(lowering_platforms=("cuda",))
@@ -126,7 +133,7 @@ def _compiled(unit: Unit) -> dict[str, Any]:
     make = jax.jit(longer.make)
     run = functools.partial(kernel, **case.options)
     programs = {
-        "kernel": (make, functools.partial(run, implementation="pallas")),
+        "kernel": (make, functools.partial(run, implementation=_usual(kernel, "pallas"))),
         "xla": (make, functools.partial(kernel.reference, **case.options)),
         "copy": (source, lambda x: x ^ 1),
     }

@@ -73,6 +73,16 @@ def _swiglu_arguments(
     return gate_code, up_code, normal(keys[2], shape, dtype)
 
 
+def _swiglu_inputs(
+    key: jax.Array, tokens: int, features: int, dtype: Any, gate: Quantized, up: Quantized
+) -> tuple[Any, ...]:
+    keys = jax.random.split(key)
+    return tuple(
+        _quantize_inputs(k, tokens, features, dtype, 0, codec)[0]
+        for k, codec in zip(keys, (gate, up), strict=True)
+    )
+
+
 def _case(
     make: Callable[..., Any],
     name: str,
@@ -114,6 +124,15 @@ def _swiglu(
 ) -> Case:
     gate, up = (Quantized(n, **settings) for n in bits)
     return _case(_swiglu_arguments, name, sizes, dtype, {"with_value": True}, gate=gate, up=up)
+
+
+def _swiglu_encode(
+    name: str, sizes: Any, bits: tuple[int, int], dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
+    gate, up = (Quantized(n, **settings) for n in bits)
+    formats = tuple(codec.format_of(sizes[-1]) for codec in (gate, up))
+    options = {"formats": formats, "features": sizes[-1] - 3}
+    return _case(_swiglu_inputs, name, sizes, dtype, options, gate=gate, up=up)
 
 
 def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
@@ -237,3 +256,13 @@ SWIGLU_BACKWARD = (
     _swiglu("llama3_8b, 4 bits", (TOKENS, 14336), (4, 4)),
     _swiglu("qwen3_0_6b, 4 bits", (TOKENS, 3072), (4, 4)),
 )  # fmt: skip
+SWIGLU_ENCODE = (
+    _swiglu_encode("3 and 4 bits, a group filled up", (9, 336), (3, 4), **_NORMAL),
+    _swiglu_encode("two planes, float32", (5, 256), (5, 6), jnp.float32, rotate=True),
+    *(
+        _swiglu_encode(
+            f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4), **_NORMAL
+        )
+        for name, width in {"llama_1b": 5504, "llama_7b": 11008, "llama_60m": 1376}.items()
+    ),
+)

@@ -11,7 +11,9 @@ import jax
 import pytest
 from kernels.kernel_cases import gpu_named
 
-from benchmarks.kernel_cases import KERNELS
+from benchmarks import kernel_cases
+
+KERNELS = {name: entry for name, entry in kernel_cases.KERNELS.items() if entry.kernel.pallas}
 
 
 @pytest.mark.parametrize("name", KERNELS)

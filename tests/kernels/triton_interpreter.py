@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels import triton_call
 from actjax.kernels.layers import Layer, is_layer_of_stack
 from benchmarks.kernel_cases import KERNELS
@@ -105,10 +106,10 @@ def row(name, case, *, in_stacks):
         args = stacked(args)
     elif in_stacks:
         like = jax.eval_shape(lambda *args: kernel.reference(*args, **case.options), *args)
-        written = {name: getattr(like, name) for name in ("planes", "scale")}
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), written)
-        options["into"] = like.__class__(
-            **stacked(zeros), features=like.features, dtype=like.dtype, format=like.format
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+        is_code = lambda x: isinstance(x, QuantizedCode)  # noqa: E731
+        options["into"] = jax.tree.map(
+            lambda x: stacked(x) if is_code(x) else None, zeros, is_leaf=is_code
         )
     results = program(*args, **options)
     leaves = jax.tree.leaves(results, is_leaf=is_layer_of_stack)
@@ -126,7 +127,7 @@ if __name__ == "__main__":
     interpreter._convert_float = converted
     lines = []
     for name, (kernel, cases) in KERNELS.items():
-        if kernel.triton is None:
+        if kernel.triton is None or name not in (sys.argv[1:] or KERNELS):
             continue
         rows = [row(name, case, in_stacks=False) for case in cases if case.small]
         small = [case for case, r in zip((c for c in cases if c.small), rows, strict=True) if r]

@@ -41,7 +41,7 @@ _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
-_UNREAD = re.compile(r"actjax_(quantize|copies)/")
+_UNREAD = re.compile(r"actjax_(quantize|swiglu_encode|copies)/")
 """Kernels that do not read the arrays that they write into."""
 
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
@@ -52,6 +52,7 @@ WRITTEN = "actjax_"
 _LANGUAGES = {
     "__gpu$xla.gpu.triton": "Pallas",
     "triton_kernel_call": "Triton",
+    "triton_kernel_call_ffi": "Triton",  # From jax-triton 0.4 on.
     "tpu_custom_call": "Mosaic",
 }
 
@@ -113,11 +114,12 @@ def kernels_written_in(program: str) -> list[str]:
     Args:
       program: text of an optimized HLO module.
     """
-    return [
+    found = (
         language
         for target, language in _LANGUAGES.items()
         if re.search(rf'custom_call_target="{re.escape(target)}".*{WRITTEN}', program)
-    ]
+    )
+    return [*dict.fromkeys(found)]
 
 
 def _computations(program: str) -> tuple[dict[str, _Body], str]:
@@ -371,7 +373,7 @@ def _operator(bodies: dict[str, _Body], made: _Instruction) -> str:
     if "__cudnn" in line:
         return ATTENTION
     path = _path(made)
-    if kernel := re.search(rf"({WRITTEN}\w+)/pallas_call", path):
+    if kernel := re.search(rf"({WRITTEN}\w+)/(pallas|triton_kernel)_call", path):
         return kernel[1]
     inner = bodies[fused[0]] if (fused := _called(made, "calls")) else {made.name: made}
     if all(one.operation in _COPIES or _is_index(one) for one in inner.values()):

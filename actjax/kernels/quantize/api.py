@@ -25,31 +25,32 @@ def quantize(
       ValueError: wrong shapes; a seed that `format` does not use, or a missing one; an
         implementation that cannot take the arguments.
     """
-    _check(inputs, format)
+    check_inputs("quantize", inputs, format)
     return KERNEL(inputs, format=format, implementation=implementation)
 
 
-def _check(inputs: QuantizeInputs, format: Format) -> None:
+def check_inputs(kernel: str, inputs: QuantizeInputs, format: Format) -> None:
+    """Raises unless a kernel can encode these arrays in a format."""
     x, seed = inputs.x, inputs.seed
-    check_floating("quantize", "x", x)
+    check_floating(kernel, "x", x)
     if x.ndim < 1:
-        raise ValueError(f"`x` of quantize must have features, [..., d], got shape {x.shape}.")
+        raise ValueError(f"`x` of {kernel} must have features, [..., d], got shape {x.shape}.")
     draws = format.rounding != "nearest"
     if (seed is not None) != draws:
-        raise ValueError(f"`seed` of quantize must {'' if draws else 'not '}be given: {format}.")
+        raise ValueError(f"`seed` of {kernel} must {'' if draws else 'not '}be given: {format}.")
     if seed is not None:
-        check_shape("quantize", "seed", seed, (2,))
+        check_shape(kernel, "seed", seed, (2,))
     if (inputs.mean is None) != (inputs.spread is None):
-        raise ValueError("`mean` and `spread` of quantize must be given together.")
+        raise ValueError(f"`mean` and `spread` of {kernel} must be given together.")
     stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
     for name in ("mean", "spread"):
         statistics = getattr(inputs, name)
         if statistics is None:
             continue
-        check_shape("quantize", name, statistics, statistics_shape(x.shape))
+        check_shape(kernel, name, statistics, statistics_shape(x.shape))
         if statistics.dtype != stored:
             raise TypeError(
-                f"`{name}` of quantize must be {stored}, as stored, got {statistics.dtype}."
+                f"`{name}` of {kernel} must be {stored}, as stored, got {statistics.dtype}."
             )
 
 
@@ -57,6 +58,14 @@ def _dims(
     code: QuantizedCode, inputs: QuantizeInputs, *, format: Format
 ) -> tuple[tuple[QuantizeInputs], QuantizedCode] | None:
     del format
+    dims = dims_of_inputs(code, inputs)
+    return None if dims is None else ((dims[0],), dims[1])
+
+
+def dims_of_inputs(
+    code: QuantizedCode, inputs: QuantizeInputs
+) -> tuple[QuantizeInputs, QuantizedCode] | None:
+    """Returns the `Dims` of what is encoded and of its code; None if parts draw other numbers."""
     if inputs.seed is not None:
         return None
     result = code.dims()
@@ -64,7 +73,7 @@ def _dims(
     *tokens, features = tokens_and_features.names
     by_sequence = None if inputs.mean is None else Dims((*tokens[:-1], features))
     channels = None if inputs.channels is None else Dims((None,))
-    return (QuantizeInputs(tokens_and_features, None, channels, by_sequence, by_sequence),), result
+    return QuantizeInputs(tokens_and_features, None, channels, by_sequence, by_sequence), result
 
 
 KERNEL = Kernel(

@@ -38,8 +38,8 @@ STEP = f"""HloModule step
   %into = bf16[6,4,8]{{2,1,0}} get-tuple-element(%state), index=2
   %x = bf16[4,8]{{1,0}} fusion(%from, %i), kind=kLoop, calls=%slice_of_stack, \
 metadata={{op_name="jit(step)/jvp()/actjax.rms_norm/neg"}}
-  %call = bf16[4,8]{{1,0}} custom-call(%from, %x), custom_call_target="kernel", \
-metadata={{op_name="jit(step)/transpose(jvp())/actjax.norm_linear/actjax_quantize/pallas_call"}}
+  %call = bf16[4,8]{{1,0}} custom-call(%from, %x), custom_call_target="kernel", metadata=\
+{{op_name="jit(step)/transpose(jvp())/actjax.norm_linear/actjax_quantize/triton_kernel_call"}}
   %put = bf16[6,4,8]{{2,1,0}} fusion(%into, %call, %i), kind=kLoop, calls=%put_into_stack
   ROOT %next = (s32[], bf16[6,4,8]{{2,1,0}}, bf16[6,4,8]{{2,1,0}}) tuple(%i, %from, %put)
 }}
@@ -154,6 +154,8 @@ def test_the_languages_of_kernels_are_found():
     ]
     assert kernels_written_in("".join(lines)) == ["Pallas", "Triton"]
     assert kernels_written_in("".join(lines[1:])) == ["Triton"]
+    both = [*lines[1:], call.format("e", "triton_kernel_call_ffi", "actjax_quantize")]
+    assert kernels_written_in("".join(both)) == kernels_written_in(both[-1]) == ["Triton"]
     assert kernels_written_in("".join(lines[2:])) == []
 
 

@@ -1,0 +1,1 @@
+"""SwiGLU that also writes the codes of its inputs."""

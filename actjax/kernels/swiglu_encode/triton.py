@@ -1,0 +1,143 @@
+"""`swiglu_encode` into codes of rotated groups, in Triton."""
+
+import math
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from actjax.formats import code as fmt
+from actjax.kernels import limits, rotated
+from actjax.kernels.triton_call import Call
+
+
+def refuses(
+    gate: fmt.QuantizeInputs,
+    up: fmt.QuantizeInputs,
+    *,
+    formats: tuple[fmt.Format, fmt.Format],
+    features: int | None,
+) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del features
+    if formats[0].group != formats[1].group:
+        return f"takes groups of one size, got {formats[0].group} and {formats[1].group}"
+    if (gate.mean is None) != (up.mean is None):
+        return "takes `gate` and `up` that are both balanced, or neither"
+    if gate.channels is not None or up.channels is not None:
+        return "takes no outlier channels"
+    reasons = map(rotated.refuses, formats)
+    reason = next(filter(None, reasons), None)
+    return reason or limits.refuses([*formats], gate.x.dtype, gate.x.shape)
+
+
+def swiglu_encode(
+    gate: fmt.QuantizeInputs,
+    up: fmt.QuantizeInputs,
+    *,
+    formats: tuple[fmt.Format, fmt.Format],
+    features: int | None,
+    into: Any = None,
+) -> tuple[jax.Array, fmt.QuantizedCode, fmt.QuantizedCode]:
+    """As `actjax.kernels.swiglu_encode.api.swiglu_encode`; `into` as for `Computation.compute`."""
+    value, *results = launch(gate, up, formats=formats, features=features, into=into).run()
+    codes = (
+        rotated.code_of(part, inputs, format)
+        for part, inputs, format in zip(
+            (results[:4], results[4:]), (gate, up), formats, strict=True
+        )
+    )
+    return value.reshape(gate.x.shape), *codes
+
+
+def launch(
+    gate: fmt.QuantizeInputs,
+    up: fmt.QuantizeInputs,
+    *,
+    formats: tuple[fmt.Format, fmt.Format],
+    features: int | None,
+    into: Any = None,
+) -> Call:
+    """Returns the launch of the program for arguments that it does not refuse."""
+    gate_arrays, up_arrays = map(rotated.inputs_of, (gate, up))
+    width, group = gate.x.shape[-1], formats[0].group
+    tokens, sequences = math.prod(gate.x.shape[:-1]), len(gate_arrays[1])
+    groups, length = fmt.group_count(width, group), tokens // sequences
+    # The value is a new array: what follows reads it.
+    _, *places = (None, None, None) if into is None else into
+    codes = zip((gate, up), formats, places, strict=True)
+    return Call(
+        actjax_swiglu_encode,
+        [*gate_arrays, *up_arrays, rotated.matrix_to_encode(formats[0])],
+        [
+            jax.ShapeDtypeStruct((tokens, width), gate.x.dtype),
+            *(x for code in codes for x in rotated.results_of(*code)),
+        ],
+        lambda block: (sequences * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,),
+        {
+            "LENGTH": length,
+            "FEATURES": width,
+            "GROUPS": groups,
+            "GROUP": group,
+            "EXIST": width if features is None else features,
+            "LAYER": 0 if into is None else tokens,
+            "GATE": rotated.encoding(formats[0], gate.mean is not None),
+            "UP": rotated.encoding(formats[1], up.mean is not None),
+        },
+    )
+
+
+@triton.jit
+def actjax_swiglu_encode(
+    layer, gate, gate_mean, gate_spread, up, up_mean, up_spread, matrix,
+    held0, held1, held2, held3, held4, held5, held6, held7, held8,
+    value, gate0, gate1, gate_scale, gate_offset, up0, up1, up_scale, up_offset,
+    LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    EXIST: tl.constexpr, LAYER: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,
+    TILE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of tokens of a sequence, of one group. Layers of codes have `LAYER` tokens."""
+    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
+    start = sequence.to(tl.int64) * LENGTH
+    into = start + tl.load(layer).to(tl.int64) * LAYER
+    gate_code = rotated.results_at(
+        (gate0, gate1, gate_scale, gate_offset), into, GROUPS, GROUP, GATE
+    )
+    up_code = rotated.results_at((up0, up1, up_scale, up_offset), into, GROUPS, GROUP, UP)
+    low_matrix, high_matrix = rotated.halves_to_encode(matrix, GROUP)
+    column = (group * GROUP + tl.arange(0, GROUP))[None, :]
+    exists = column < FEATURES if FEATURES % GROUP else None
+    centre, inverse = rotated.statistics_at(
+        gate_mean, gate_spread, sequence, column, exists, FEATURES, GATE
+    )
+    # One after the other, since registers do not hold what both take.
+    for i in range(STEPS):
+        token = first + i * TILE + tl.arange(0, TILE)
+        live = token < LENGTH if LENGTH % (TILE * STEPS) else None
+        mask = rotated.mask_of(live, exists)
+        place = start * FEATURES + (token[:, None] * FEATURES + column)
+        g = tl.load(gate + place, mask, None if mask is None else 0.0)
+        rotated.write_code(
+            g, centre, inverse, gate_code, low_matrix, high_matrix, token, live, group, exists,
+            GROUPS, GROUP, GATE,
+        )  # fmt: skip
+    centre, inverse = rotated.statistics_at(
+        up_mean, up_spread, sequence, column, exists, FEATURES, UP
+    )
+    for i in range(STEPS):
+        token = first + i * TILE + tl.arange(0, TILE)
+        live = token < LENGTH if LENGTH % (TILE * STEPS) else None
+        mask = rotated.mask_of(live, exists)
+        place = start * FEATURES + (token[:, None] * FEATURES + column)
+        u = tl.load(up + place, mask, None if mask is None else 0.0)
+        # From the cache.
+        g = tl.load(gate + place, mask, None if mask is None else 0.0).to(tl.float32)
+        y = g * rotated.sigmoid(g) * u.to(tl.float32)
+        if EXIST < FEATURES:
+            y = tl.where(column < EXIST, y, 0.0)
+        tl.store(value + place, y.to(value.dtype.element_ty), mask)
+        rotated.write_code(
+            u, centre, inverse, up_code, low_matrix, high_matrix, token, live, group, exists,
+            GROUPS, GROUP, UP,
+        )  # fmt: skip

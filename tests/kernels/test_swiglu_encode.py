@@ -1,0 +1,121 @@
+"""Tests of `swiglu_encode`: the value and the codes of SwiGLU, of one kernel or of its parts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernels.kernel_cases import TINY, f64, gpu_named, normal
+
+import actjax
+from actjax import Quantized
+from actjax.codecs.quantized import QuantizeInputs
+from actjax.kernels.quantize.api import quantize
+from actjax.kernels.swiglu_encode.api import swiglu_encode
+
+GATE, UP = Quantized(4, group=16, scale_dtype="float32"), Quantized(6, group=16)
+FORMATS = GATE.format, UP.format
+X, Y = normal(4, 32), normal(4, 32, seed=1)
+TRITON = "__gpu$xla.gpu.triton"
+
+
+def encoded(gate, up, *, features=None, implementation=None, formats=FORMATS):
+    return swiglu_encode(
+        *map(QuantizeInputs, (gate, up)),
+        formats=formats, features=features, implementation=implementation,
+    )  # fmt: skip
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_value_and_codes():
+    value, *codes = jax.jit(functools.partial(encoded, features=29))(X, Y)
+    want = f64(X) / (1 + np.exp(-f64(X))) * f64(Y)
+    want[:, 29:] = 0
+    # The exponential of a rounded number, and four operations.
+    np.testing.assert_array_less(abs(value - want), (8 + 2 * abs(X)) * TINY * abs(want) + 1e-30)
+    both = zip((X, Y), FORMATS, strict=True)
+    alone = [jax.jit(functools.partial(quantize, format=f))(QuantizeInputs(x)) for x, f in both]
+    assert_equal(codes, alone)
+
+
+def test_where_no_program_does_all_of_it_its_parts_have_theirs():
+    with gpu_named():
+        traced = jax.jit(encoded).trace(X, Y)
+        for platform, count in {"cpu": 0, "cuda": 2, "tpu": 0}.items():
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert text.count(TRITON) == count, platform
+    with pytest.raises(ValueError, match="'pallas' of swiglu_encode has no such program"):
+        encoded(X, Y, implementation="pallas")
+    want = jax.jit(functools.partial(encoded, implementation="reference"))(X, Y)
+    for name in ("interpreted", "reference", "pallas"):
+        with actjax.kernels.use(name):
+            run = jax.jit(lambda *args: encoded(*args))
+            # On a CPU, a program for a GPU runs only if JAX compiles nothing.
+            assert_equal((encoded if name == "pallas" else run)(X, Y), want)
+    # A format that no program takes.
+    odd = [dataclasses.replace(f, group=8) for f in FORMATS]
+    with actjax.kernels.use("interpreted"):
+        got = jax.jit(lambda *args: encoded(*args, formats=tuple(odd)))(X, Y)
+    want = jax.jit(functools.partial(quantize, format=odd[0]))(QuantizeInputs(X))
+    assert_equal(got[1].planes, want.planes)
+
+
+def test_transformations():
+    both = jnp.stack([X, 2 * X]), jnp.stack([Y, Y])
+    got = jax.jit(jax.vmap(encoded))(*both)
+    each = [jax.jit(encoded)(*pair) for pair in zip(*both, strict=True)]
+    assert_equal(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
+    # The value has derivatives, the codes none.
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(encoded(x, Y)[0])))(X)
+    sigmoid = 1 / (1 + np.exp(-f64(X)))
+    slope = f64(Y) * sigmoid * (1 + f64(X) * (1 - sigmoid))
+    np.testing.assert_allclose(dx, slope, rtol=64 * TINY, atol=64 * TINY)
+
+
+def test_each_device_encodes_its_part():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    place = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    placed = [jax.device_put(x, place) for x in (X, Y)]
+    run = functools.partial(encoded, features=29)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda *args: run(*args))(*placed)
+    assert got[1].planes[0].sharding.shard_shape(got[1].planes[0].shape) == (2, 8)
+    assert_equal(got, jax.jit(run)(X, Y))
+
+
+@pytest.mark.parametrize("codec", [Quantized(4, group=16), (Quantized(3, 16), actjax.Exact())])
+def test_an_operator_holds_the_codes_that_its_codecs_make(codec):
+    """With a codec of another kind beside it, nothing is encoded by the kernel."""
+
+    def loss(gate, up):
+        return jnp.vdot(actjax.swiglu(gate, up, codec=codec), Y)
+
+    gate, up = codec if isinstance(codec, tuple) else (codec, codec)
+
+    @jax.jit
+    def exact():
+        decoded = gate.decode(gate.encode(X)), up.decode(up.encode(Y))
+        value = lambda gate, up: jnp.vdot(actjax.swiglu(gate, up), Y)  # noqa: E731
+        return jax.grad(value, argnums=(0, 1))(*decoded)
+
+    for a, b in zip(jax.jit(jax.grad(loss, argnums=(0, 1)))(X, Y), exact(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=64 * TINY, atol=64 * TINY)
+    assert "gate" in {residual.name for residual in actjax.explain(loss, X, Y).residuals}
+
+
+def test_wrong_arguments_are_named():
+    rows = [
+        ((X, Y[:2]), {}, ValueError, "`up` of swiglu_encode"),
+        ((X, Y.astype("float16")), {}, ValueError, "`up` of swiglu_encode must be float32, as"),
+        ((X.astype("int32"), Y), {}, TypeError, "`x` of swiglu_encode"),
+        ((X, Y), {"features": 33}, ValueError, "features"),
+    ]
+    for args, options, error, message in rows:
+        with pytest.raises(error, match=message):
+            encoded(*args, **options)
