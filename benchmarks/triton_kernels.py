@@ -118,12 +118,9 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from actjax.kernels.triton_call import block_of
-
     call, arguments = launch
-    block = dict(block_of(call.kernel.__name__, tuple(map(int, capability.split(".")))))
-    options = {name: block.pop(name) for name in ("num_warps", "num_stages")}
-    arrays, constants = [*arguments, *call.results], {**call.constants, **block}
+    constants, options = call.compiled_for(tuple(map(int, capability.split("."))))
+    arrays, steps = [*arguments, *call.results], constants.get("STEPS", 1)
     names = call.kernel.arg_names
     pointers = {name: _POINTERS[str(x.dtype)] for name, x in zip(names, arrays, strict=False)}
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
@@ -145,9 +142,9 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
         return {
             "program": "triton",
             "capability": capability,
-            "block": f"{block['STEPS']} x {block['TILE']} tokens, {options['num_warps']} warps",
+            "block": f"{steps} x {constants['TILE']} tokens, {options['num_warps']} warps",
             "shared": compiled.metadata.shared,
-            **_instructions(cubin, threads, numbers, block["STEPS"]),
+            **_instructions(cubin, threads, numbers, steps),
         }
 
 

@@ -148,8 +148,9 @@ class Kernel:
       parts: `parts(compute, *args, into, **options)` computes the function by other kernels, where
         no program takes the arguments; `compute` is a `Compute`. None for the definition. While
         JAX has the backend of `pallas`, such kernels are preferred to a `triton` of the whole.
-      takes_tail: whether `pallas` has the argument `tail`, a `Tail` behind the first result, and
-        then returns what `Tail.on_arrays` returns in the place of this result.
+      takes_tail: whether `pallas` and `triton` have the argument `tail`, a `Tail` behind the first
+        result, and then return what `Tail.on_arrays` returns in the place of this result. A module
+        of `triton` has `refuses_tail`, as `refuses`.
     """
 
     name: str
@@ -252,7 +253,7 @@ class Kernel:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
         by_layer = chosen in ("pallas", "interpreted", "triton")
-        if tail is not None and not (by_layer and chosen != "triton" and self.takes_tail):
+        if tail is not None and not (by_layer and self._takes(tail, chosen)):
             first, *others = self.compute(platform, chosen, static, *args)
             return tail.on_arrays(first), *others
         if not (by_layer and self.reads_layers):
@@ -262,14 +263,23 @@ class Kernel:
         program = getattr(importlib.import_module(module), self.reference.__name__)
         by_layer = by_layer and self.writes_layers == "results"
         arrays = {"into": into} if by_layer and jax.tree.leaves(into) else {}
+        arrays |= {} if tail is None else {"tail": tail}
         if chosen == "triton":
             one = jax.custom_batching.sequential_vmap(
                 lambda args, arrays: program(*args, **arrays, **dict(static))
             )
             return one(args, arrays)
-        arrays |= {} if tail is None else {"tail": tail}
         interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
         return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
+
+    def _takes(self, tail: Tail, implementation: Implementation) -> bool:
+        """Returns whether a program for GPUs takes a tail."""
+        module = self._module(implementation)
+        if not self.takes_tail or module is None:
+            return False
+        if implementation != "triton":
+            return True
+        return importlib.import_module(module).refuses_tail(tail) is None
 
     def _is_whole(
         self,

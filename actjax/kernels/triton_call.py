@@ -39,6 +39,9 @@ class Call:
         place, and is a `Layer` of the stack after that.
       grid: number of programs, from all constants.
       constants: its `tl.constexpr` parameters by name, without those of a block.
+      replaced: for each of the first results, the array that it replaces, or its `Layer`. The
+        program reads it in the place of the result if that is a `Layer`, or else where it gets what
+        is replaced.
     """
 
     kernel: Any
@@ -46,13 +49,12 @@ class Call:
     results: Sequence[Result]
     grid: Callable[[Mapping[str, Any]], tuple[int]]
     constants: Mapping[str, Any]
+    replaced: Sequence[Any] = ()
 
     def run(self) -> list[Any]:
         """Returns the results."""
         capability = _gpu.compute_capability() or _UNKNOWN
-        block = dict(block_of(self.kernel.__name__, capability))
-        constants = {**self.constants, **block}
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        constants, options = self.compiled_for(capability)
         named: dict[str, Any] = {}
         arrays, shapes = self.arrays(), [_shape_of(x) for x in self.results]
         first = len(arrays) - len(self.results)
@@ -85,14 +87,28 @@ class Call:
             for x, y in zip(self.results, written, strict=True)
         ]
 
+    def compiled_for(self, capability: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, int]]:
+        """Returns all constants of the program for a compute capability, and Triton's options."""
+        block = dict(block_of(self.kernel.__name__, capability))
+        options = {name: block.pop(name) for name in ("num_warps", "num_stages")}
+        names = [x for x in block if x in self.kernel.arg_names and x not in self.constants]
+        return {**self.constants, **{name: block[name] for name in names}}, options
+
     def arrays(self) -> list[jax.Array]:
         """Returns the arrays that the kernel gets before its results."""
         layers = [x for x in (*self.arguments, *self.results) if isinstance(x, Layer)]
         index = layers[0].index if layers else 0
         # A result that replaces nothing needs an argument too, for one list of parameters.
         held = [x.stack if isinstance(x, Layer) else jnp.zeros(1, x.dtype) for x in self.results]
+        for i, (result, x) in enumerate(zip(self.results, self.replaced, strict=False)):
+            held[i] = held[i] if isinstance(result, Layer) else x
         read = [x.stack if isinstance(x, Layer) else x for x in self.arguments]
         return [jnp.asarray(index, jnp.int32).reshape(1), *read, *held]
+
+
+def numbers_of_program(kernel: str) -> int:
+    """Returns how many numbers a program has, where its arguments decide on their shape."""
+    return block_of(kernel, _gpu.compute_capability() or _UNKNOWN)["NUMBERS"]
 
 
 def step(x: Any) -> int:

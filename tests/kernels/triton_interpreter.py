@@ -46,7 +46,8 @@ def interpreted(call):
         else:
             plain = np.float32 if x.dtype == jnp.bfloat16 else x.dtype
             results.append(tensor(np.full(x.shape, FILLED, np.uint8).astype(plain)))
-    constants = {**call.constants, **BLOCK}
+    block = {name: n for name, n in BLOCK.items() if name in call.kernel.arg_names}
+    constants = {**block, **call.constants}
     call.kernel[call.grid(constants)](*arguments, *results, **constants)
     return [array(y, x) for y, x in zip(results, call.results, strict=True)]
 
@@ -67,10 +68,11 @@ def tensor(x):
 
 def array(x, like):
     """Returns a tensor as a result."""
+    is_small = x.dtype == torch.bfloat16
+    x = x.view(torch.int16).numpy().view(jnp.bfloat16) if is_small else x.numpy()
     if isinstance(like, Layer):
-        stack = jnp.asarray(x.numpy())
-        return Layer(stack, like.index)
-    return jnp.asarray(x.numpy()).astype(like.dtype)
+        return Layer(jnp.asarray(x), like.index)
+    return jnp.asarray(x).astype(like.dtype)
 
 
 def stacked(tree):

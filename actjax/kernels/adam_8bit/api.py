@@ -73,6 +73,7 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.adam_8bit.pallas",
     mosaic="actjax.kernels.adam_8bit.rows",
+    triton="actjax.kernels.adam_8bit.triton",
     converts=True,
     reads_layers=True,
     writes_layers="operands",

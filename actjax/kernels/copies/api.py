@@ -21,5 +21,6 @@ KERNEL = Kernel(
     copies,
     lambda *_, **__: None,
     pallas="actjax.kernels.copies.pallas",
+    triton="actjax.kernels.copies.triton",
     writes_layers="results",
 )

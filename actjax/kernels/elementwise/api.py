@@ -17,6 +17,7 @@ KERNEL = Kernel(
     elementwise,
     lambda *_: None,
     pallas="actjax.kernels.elementwise.pallas",
+    triton="actjax.kernels.elementwise.triton",
     reads_layers=True,
     writes_layers="operands",
     takes_tail=True,

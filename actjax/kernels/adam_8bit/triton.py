@@ -1,0 +1,221 @@
+"""`adam_8bit` in one pass, in Triton: moments are decoded, updated and encoded in registers."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from actjax.formats.blockwise import Blockwise, decades
+from actjax.kernels import triton_tail
+from actjax.kernels.adam_8bit.limits import refuses
+from actjax.kernels.layers import Layer, Scaled, result_like, rows, split_scaled, value_of
+from actjax.kernels.tail import Tail
+from actjax.kernels.triton_call import Call, numbers_of_program, step
+
+__all__ = ["adam_8bit", "launch", "refuses", "refuses_tail"]
+
+refuses_tail = triton_tail.refuses
+
+
+def adam_8bit(
+    grad: jax.Array | Scaled,
+    mu: Blockwise,
+    nu: Blockwise,
+    corrections: jax.Array,
+    *,
+    tail: Tail | None = None,
+    **hyper: float,
+) -> tuple[Any, Blockwise, Blockwise]:
+    """As `actjax.kernels.adam_8bit.api.adam_8bit`; a `Layer` is written in its place.
+
+    With a tail its results are in the place of the update.
+    """
+    results = launch(grad, mu, nu, corrections, tail=tail, **hyper).run()
+    shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in results[:4]]
+    new_mu = dataclasses.replace(mu, codes=shaped[0], scales=shaped[1])
+    new_nu = dataclasses.replace(nu, codes=shaped[2], scales=shaped[3])
+    if tail is None:
+        return results[4].reshape(grad.shape), new_mu, new_nu
+    return triton_tail.finished(tail, results[4:]), new_mu, new_nu
+
+
+def launch(
+    grad: jax.Array | Scaled,
+    mu: Blockwise,
+    nu: Blockwise,
+    corrections: jax.Array,
+    *,
+    tail: Tail | None = None,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+) -> Call:
+    """Returns the launch of the program for arguments that it does not refuse."""
+    tokens, features = math.prod(grad.shape[:-1]), grad.shape[-1]
+    whole, factors = split_scaled(grad)
+    moments = [rows(x) for x in (mu.codes, mu.scales, nu.codes, nu.scales)]
+    block, blocks = min(mu.block, features), moments[1].shape[-1]
+    width = triton.next_power_of_2(block)
+    tile = max(1, numbers_of_program("actjax_adam_8bit") // width)
+    programs = triton.cdiv(tokens, tile) * blocks
+    of_tail = triton_tail.operands(tail, rows, programs)
+    results = [*map(result_like, moments), *of_tail.results]
+    if tail is None:
+        results[4] = jax.ShapeDtypeStruct((tokens, features), jnp.float32)
+    return Call(
+        actjax_adam_8bit,
+        [rows(whole), *(factors or [jnp.zeros(1)]), value_of(corrections), *map(jnp.asarray, _tables()), *of_tail.arguments],
+        results,
+        lambda _: (programs,),
+        {
+            "ROWS": tokens,
+            "FEATURES": features,
+            "BLOCK": block,
+            "WIDTH": width,
+            "BLOCKS": blocks,
+            "TILE": tile,
+            "GRAD_STEP": step(rows(whole)),
+            "SCALED": bool(factors),
+            "MOMENTS": tuple((isinstance(x, Layer), step(x)) for x in moments),
+            "HYPER": (b1, 1 - b1, b2, 1 - b2, eps, eps_root),
+            "LEAST": _LEAST_EXPONENT,
+            "TAIL": of_tail.constants,
+        },
+        replaced=moments,
+    )
+
+
+_LEAST_EXPONENT = 96
+"""Magnitudes below 2^-31 count as that: they round to zero."""
+
+
+@functools.cache
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the level of each code for a scale of 1, and the lines of `blockwise.dynamic_index`.
+
+    Returns:
+      levels: of the codes -128 to 127 of `mu`, and 0 to 255 of `nu`.
+      lines: for each power of two from 2^-31 to 1, the two lines that the index of magnitudes up to
+        the next one can be on: first slope, then intercept, second slope and intercept of all. Those
+        of `mu`, then those of `nu`.
+    """
+    signed, unsigned = np.arange(-128, 128), np.arange(256)
+    levels = [np.sign(signed) * _levels(abs(signed), decades(False))]
+    levels.append(_levels(unsigned, decades(True)))
+    lines = []
+    for top in (decades(False), decades(True)):
+        count = 2.0 ** np.arange(top, -1, -1)
+        slope = 10.0 ** np.arange(top + 1) * count / 0.9
+        intercept = count - 1 - count / 9
+        # The last decade has one level, its upper end.
+        slope[-1], intercept[-1] = 10.0**top, 0.0
+        least = 2.0 ** np.arange(_LEAST_EXPONENT - 127, 1)
+        for end in (least, 2 * least):
+            decade = np.clip(np.floor(-np.log10(end)), 0, top).astype(int)
+            lines += [slope[decade], intercept[decade]]
+    return np.float32(np.concatenate(levels)), np.float32(np.concatenate(lines))
+
+
+def _levels(index: np.ndarray, top: int) -> np.ndarray:
+    """Returns the magnitude of levels, as documented by `blockwise.dynamic_index`."""
+    power = np.floor(np.log2(np.maximum(index, 1)))
+    fraction = 0.1 + 0.9 * ((index + 1) / 2**power - 1)
+    return np.where(index > 0, 10.0 ** (power - top) * fraction, 0.0)
+
+
+@triton.jit
+def actjax_adam_8bit(
+    layer, grad, factor, corrections, levels, lines, m0, m1, m2, m3, m4, m5, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
+    held0, held1, held2, held3, held4, held5, held6, held7, held8, held9,
+    mu, mu_scale, nu, nu_scale, out0, out1, out2, out3, sum0, sum1,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, TILE: tl.constexpr, GRAD_STEP: tl.constexpr, SCALED: tl.constexpr,
+    MOMENTS: tl.constexpr, HYPER: tl.constexpr, LEAST: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one block of columns."""
+    group = tl.program_id(0) % BLOCKS
+    row = (tl.program_id(0) // BLOCKS * TILE + tl.arange(0, TILE))[:, None]
+    lane = tl.arange(0, WIDTH)[None, :]
+    column = group * BLOCK + lane
+    live = row < ROWS if ROWS % TILE else None
+    exists = None
+    if WIDTH > BLOCK or FEATURES % BLOCK:
+        exists = (lane < BLOCK) & (column < FEATURES)
+    mask = live if exists is None else exists if live is None else live & exists
+    place = row * FEATURES + column
+    at = tl.load(layer).to(tl.int64)
+    g = tl.load(grad + at * GRAD_STEP + place, mask)
+    if SCALED:
+        g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
+    g = g.to(tl.float32)
+    mu += at * MOMENTS[0][1]
+    nu += at * MOMENTS[2][1]
+    of_block = row * BLOCKS + group
+    mu_scale += at * MOMENTS[1][1] + of_block
+    nu_scale += at * MOMENTS[3][1] + of_block
+    first = _moment(
+        mu if MOMENTS[0][0] else held0, mu_scale if MOMENTS[1][0] else held1 + of_block,
+        place, mask, live, levels + 128,
+    )  # fmt: skip
+    second = _moment(
+        nu if MOMENTS[2][0] else held2, nu_scale if MOMENTS[3][0] else held3 + of_block,
+        place, mask, live, levels + 256,
+    )  # fmt: skip
+    first = HYPER[0] * first + HYPER[1] * g
+    second = HYPER[2] * second + HYPER[3] * (g * g)
+    root = tl.sqrt(second * (1.0 / tl.load(corrections + 1)) + HYPER[5])
+    # The square of an inverse root is two instructions, a quotient many more.
+    inverse = tl.rsqrt(root + HYPER[4])
+    update = first * (1.0 / tl.load(corrections)) * inverse * inverse
+    if TAIL is None:
+        tl.store(out0 + place, update, mask)
+    else:
+        triton_tail.run(
+            update, (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),
+            (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask, TAIL,
+        )  # fmt: skip
+    _store_moment(first, mu + place, mu_scale, mask, live, lines, LEAST, False)
+    lines += 4 * (128 - LEAST)
+    _store_moment(second, nu + place, nu_scale, mask, live, lines, LEAST, True)
+
+
+@triton.jit
+def _moment(codes, scale, place, mask, live, levels):
+    """A decoded moment; `levels` begin with that of the lowest code."""
+    code = tl.load(codes + place, mask, None if mask is None else 0).to(tl.int32)
+    # Registers cannot be indexed, but the cache answers such loads.
+    return tl.load(levels + code) * tl.load(scale, live)
+
+
+@triton.jit
+def _store_moment(value, codes, scale, mask, live, lines, LEAST: tl.constexpr, UNSIGNED: tl.constexpr):
+    """Writes a moment, as `Blockwise.encode`."""
+    size = tl.abs(value)
+    if mask is not None:
+        size = tl.where(mask, size, 0.0)
+    # Integers are in the same order, and a maximum of them does not drop a NaN.
+    largest = tl.max(size.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)[:, None]
+    # Half of a factor that could overflow.
+    half = 0.5 / tl.maximum(largest, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
+    size = size * half * 2.0
+    exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST)
+    line = lines + tl.minimum(exponent, 127) - LEAST
+    COUNT: tl.constexpr = 128 - LEAST
+    index = tl.fma(size, tl.load(line), tl.load(line + COUNT))
+    other = tl.fma(size, tl.load(line + 2 * COUNT), tl.load(line + 3 * COUNT))
+    # Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
+    code = (tl.minimum(index, other) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    if UNSIGNED:
+        # A positive value never becomes zero: it divides the first moment.
+        code = tl.where(value > 0, tl.maximum(code, 1), 0)
+    else:
+        code = tl.where(value < 0, -code, code)
+    tl.store(codes, code.to(codes.dtype.element_ty), mask)
+    tl.store(scale, largest, live)
