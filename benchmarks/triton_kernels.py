@@ -120,7 +120,9 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
 
     call, arguments = launch
     constants, options = call.compiled_for(tuple(map(int, capability.split("."))))
-    arrays, steps = [*arguments, *call.results], constants.get("STEPS", 1)
+    # Programs loop over some tiles of tokens, or over the groups of a row.
+    steps = constants.get("STEPS", constants.get("GROUPS", 1))
+    arrays = [*arguments, *call.results]
     names = call.kernel.arg_names
     pointers = {name: _POINTERS[str(x.dtype)] for name, x in zip(names, arrays, strict=False)}
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():

@@ -291,13 +291,14 @@ class Kernel:
         """Returns whether the definition or a program computes all of a kernel with `parts`."""
         if chosen == "reference":
             return True
-        program = chosen
-        if program is None:
-            usable = (x for x in _DEFAULTS.get(platform, ()) if not _lacks(x))
-            program = next(usable, None)
-        if program is None or (program == "triton" and platform != "cuda"):
+        programs: list[Implementation] = (
+            [chosen]
+            if chosen is not None
+            else [x for x in _DEFAULTS.get(platform, ()) if not _lacks(x)]
+        )
+        if not programs or (programs[0] == "triton" and platform != "cuda"):
             return False
-        return self.refusal(program, args, options) is None
+        return self.refusal(programs[0], args, options) is None
 
     def _module(self, implementation: Implementation) -> str | None:
         """Returns the module of the program of an implementation; None if there is none."""

@@ -19,7 +19,7 @@ def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> s
         return refuses([x.format], x.dtype, shape)
     if group_of(x) < 16:
         return f"takes a multiple of 16 features, got {shape[-1]}"
-    return _refuses_array(x.dtype, shape)
+    return refuses_array(x.dtype, shape)
 
 
 def refuses(formats: Sequence[fmt.Format], dtype: Any, shape: Sequence[int]) -> str | None:
@@ -33,10 +33,11 @@ def refuses(formats: Sequence[fmt.Format], dtype: Any, shape: Sequence[int]) -> 
     group = formats[0].group
     if group < 16 or group & (group - 1) or group > 1024:
         return f"takes groups of 16, 32, ... 1024 features, got group={group}"
-    return _refuses_array(dtype, shape)
+    return refuses_array(dtype, shape)
 
 
-def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
+def refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
+    """Returns why programs cannot take an array; None if they can."""
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes floating point numbers of 16 or 32 bits, got {dtype}"
     return f"takes arrays that are not empty, got shape {tuple(shape)}" if 0 in shape else None

@@ -106,9 +106,9 @@ class Call:
         return [jnp.asarray(index, jnp.int32).reshape(1), *read, *held]
 
 
-def numbers_of_program(kernel: str) -> int:
-    """Returns how many numbers a program has, where its arguments decide on their shape."""
-    return block_of(kernel, _gpu.compute_capability() or _UNKNOWN)["NUMBERS"]
+def block_for(kernel: str) -> Mapping[str, int]:
+    """Returns the block of a program on this machine, for launches that depend on it."""
+    return block_of(kernel, _gpu.compute_capability() or _UNKNOWN)
 
 
 def step(x: Any) -> int:

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from actjax.formats.blockwise import Blockwise, decades
-from actjax.kernels import triton_tail
+from actjax.kernels import triton_operations, triton_tail
 from actjax.kernels.adam_8bit.limits import refuses
 from actjax.kernels.layers import Layer, Scaled, result_like, rows, split_scaled, value_of
 from actjax.kernels.tail import Tail
-from actjax.kernels.triton_call import Call, numbers_of_program, step
+from actjax.kernels.triton_call import Call, block_for, step
 
 __all__ = ["adam_8bit", "launch", "refuses", "refuses_tail"]
 
@@ -63,7 +63,7 @@ def launch(
     moments = [rows(x) for x in (mu.codes, mu.scales, nu.codes, nu.scales)]
     block, blocks = min(mu.block, features), moments[1].shape[-1]
     width = triton.next_power_of_2(block)
-    tile = max(1, numbers_of_program("actjax_adam_8bit") // width)
+    tile = max(1, block_for("actjax_adam_8bit")["NUMBERS"] // width)
     programs = triton.cdiv(tokens, tile) * blocks
     of_tail = triton_tail.operands(tail, rows, programs)
     results = [*map(result_like, moments), *of_tail.results]
@@ -71,7 +71,13 @@ def launch(
         results[4] = jax.ShapeDtypeStruct((tokens, features), jnp.float32)
     return Call(
         actjax_adam_8bit,
-        [rows(whole), *(factors or [jnp.zeros(1)]), value_of(corrections), *map(jnp.asarray, _tables()), *of_tail.arguments],
+        [
+            rows(whole),
+            *(factors or [jnp.zeros(1)]),
+            value_of(corrections),
+            *map(jnp.asarray, _tables()),
+            *of_tail.arguments,
+        ],
         results,
         lambda _: (programs,),
         {
@@ -102,9 +108,9 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       levels: of the codes -128 to 127 of `mu`, and 0 to 255 of `nu`.
-      lines: for each power of two from 2^-31 to 1, the two lines that the index of magnitudes up to
-        the next one can be on: first slope, then intercept, second slope and intercept of all. Those
-        of `mu`, then those of `nu`.
+      lines: of `mu`, then of `nu`, for each power of two from 2^-31 to 1, the two lines that the
+        index of magnitudes up to the next one can be on: the first slope of all powers, then the
+        first intercept, the second slope, and the second intercept.
     """
     signed, unsigned = np.arange(-128, 128), np.arange(256)
     levels = [np.sign(signed) * _levels(abs(signed), decades(False))]
@@ -132,7 +138,8 @@ def _levels(index: np.ndarray, top: int) -> np.ndarray:
 
 @triton.jit
 def actjax_adam_8bit(
-    layer, grad, factor, corrections, levels, lines, m0, m1, m2, m3, m4, m5, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
+    layer, grad, factor, corrections, levels, lines, m0, m1, m2, m3, m4, m5,
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
     held0, held1, held2, held3, held4, held5, held6, held7, held8, held9,
     mu, mu_scale, nu, nu_scale, out0, out1, out2, out3, sum0, sum1,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -177,7 +184,7 @@ def actjax_adam_8bit(
     if TAIL is None:
         tl.store(out0 + place, update, mask)
     else:
-        triton_tail.run(
+        triton_operations.run(
             update, (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),
             (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask, TAIL,
         )  # fmt: skip
@@ -195,7 +202,9 @@ def _moment(codes, scale, place, mask, live, levels):
 
 
 @triton.jit
-def _store_moment(value, codes, scale, mask, live, lines, LEAST: tl.constexpr, UNSIGNED: tl.constexpr):
+def _store_moment(
+    value, codes, scale, mask, live, lines, LEAST: tl.constexpr, UNSIGNED: tl.constexpr
+):
     """Writes a moment, as `Blockwise.encode`."""
     size = tl.abs(value)
     if mask is not None:

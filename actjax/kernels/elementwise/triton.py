@@ -5,10 +5,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from actjax.kernels import triton_tail
+from actjax.kernels import triton_operations, triton_tail
 from actjax.kernels.layers import rows
 from actjax.kernels.tail import Tail
-from actjax.kernels.triton_call import Call, numbers_of_program
+from actjax.kernels.triton_call import Call, block_for
 
 __all__ = ["elementwise", "launch", "refuses", "refuses_tail"]
 
@@ -31,7 +31,7 @@ def launch(*, tail: Tail) -> Call:
     """Returns the launch of the program."""
     tokens, features = tail.program.shape
     width = min(_WIDTH, triton.next_power_of_2(features))
-    tile = max(1, numbers_of_program("actjax_elementwise") // width)
+    tile = max(1, block_for("actjax_elementwise")["NUMBERS"] // width)
     blocks = triton.cdiv(features, width)
     programs = triton.cdiv(tokens, tile) * blocks
     of_tail = triton_tail.operands(tail, rows, programs)
@@ -58,7 +58,7 @@ def actjax_elementwise(
     mask = column < FEATURES if FEATURES % WIDTH else None
     if ROWS % TILE:
         mask = row < ROWS if mask is None else (row < ROWS) & mask
-    triton_tail.run(
+    triton_operations.run(
         None, (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),
         (out0, out1, out2, out3), (sum0, sum1), tl.load(layer).to(tl.int64), row, column,
         row * FEATURES + column, mask, TAIL,

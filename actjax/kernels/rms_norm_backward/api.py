@@ -85,6 +85,7 @@ KERNEL = Kernel(
     _dims,
     pallas="actjax.kernels.rms_norm_backward.pallas",
     mosaic="actjax.kernels.rms_norm_backward.mosaic",
+    triton="actjax.kernels.rms_norm_backward.triton",
     reads_layers=True,
     addend=(3, -2),
 )
