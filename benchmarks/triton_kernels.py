@@ -30,7 +30,7 @@ from benchmarks.variants import check_names
 
 _POINTERS = {
     "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "uint8": "*u8", "uint16": "*u16",
-    "int8": "*i8", "int32": "*i32",
+    "uint32": "*u32", "int8": "*i8", "int32": "*i32",
 }  # fmt: skip
 _SELECTING = ("FSETP", "ISETP", "SEL", "FSEL", "FMNMX", "IMNMX", "LOP3", "SHF", "PRMT", "VIADD")
 """Instructions that compare, select and shift: a core computes them at half the rate of FFMA."""
@@ -53,6 +53,9 @@ class Config:
         "smollm2_135m block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b, 4 bits, normal levels, balanced, rotated",
         "llama_7b, 4 bits, normal levels, balanced, rotated",
+        "llama_1b, exact",
+        "llama_1b gate",
+        "llama_7b gate",
     )
     """Names of cases of `benchmarks.kernel_cases`."""
     kernels: tuple[str, ...] = ()
@@ -144,7 +147,7 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
         return {
             "program": "triton",
             "capability": capability,
-            "block": f"{steps} x {constants['TILE']} tokens, {options['num_warps']} warps",
+            "block": f"{steps} x {constants.get('TILE', 1)} tokens, {options['num_warps']} warps",
             "shared": compiled.metadata.shared,
             **_instructions(cubin, threads, numbers, steps),
         }
