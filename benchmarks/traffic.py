@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+import actjax
 from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
 from benchmarks.training_steps import ON_DEVICE, PLAIN_JAX, training_step
@@ -34,6 +35,8 @@ from train.settings.resolve import dimensions, resolve
 
 PREDICTED = ("h100", "a100_80", "rtx_4090", "l4")
 """GPUs whose time is predicted."""
+IN_TRITON = ", kernels in Triton"
+"""Follows the name of a step whose kernels are the programs in Triton, where they have one."""
 _MOST_COLUMNS = 8
 """Steps whose operators are printed beside each other."""
 
@@ -47,13 +50,13 @@ class Config:
     )
     """Model, batch and dtypes. This program sets the method."""
     only: tuple[str, ...] = ON_DEVICE
-    """Steps to compile, from `benchmarks.training_steps`."""
+    """Steps to compile, from `benchmarks.training_steps`; with `IN_TRITON` behind the name too."""
     device: str = "h100"
     """GPU to compile for, as for `train.plan`."""
     results: pathlib.Path = record.RESULTS / "traffic.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, ON_DEVICE)
+        check_names(self.only, (*ON_DEVICE, *(f"{name}{IN_TRITON}" for name in ON_DEVICE)))
         check_known("GPU", self.device, GPUS, cutoff=0.3)
 
 
@@ -76,7 +79,9 @@ def row_of(name: str, config: Config) -> dict[str, Any]:
       operator, with the number of kernels; `least`: the least possible bytes by pass; `flops`: of
       products and attention; `kernels`: how many run; `milliseconds`: predicted, by GPU.
     """
-    kernels = kernels_of(_program(name, config))
+    step = name.removesuffix(IN_TRITON)
+    with actjax.kernels.use(None if step == name else "triton"):
+        kernels = kernels_of(_program(step, config))
     work = work_of(kernels)
     return {
         "rival": name,
@@ -84,7 +89,7 @@ def row_of(name: str, config: Config) -> dict[str, Any]:
         "flops": work.products + work.unaligned + work.attention,
         "kernels": work.kernels,
         "by_operator": _by_operator(kernels),
-        "least": _least(name, config),
+        "least": _least(step, config),
         "milliseconds": {gpu: 1e3 * predicted_seconds(work, GPUS[gpu]) for gpu in PREDICTED},
     }
 
