@@ -17,6 +17,7 @@ from kernels.kernel_cases import gpu_named
 import actjax
 from actjax.formats.code import QuantizeInputs
 from actjax.kernels import dispatch
+from actjax.kernels.tail import Elementwise, Tail
 from benchmarks.kernel_cases import KERNELS
 
 NEEDED = ("jax_triton", "jax_cuda12_plugin")
@@ -93,32 +94,72 @@ class Blocked:
             raise ModuleNotFoundError(f"no {name}")
 
 sys.meta_path.insert(0, Blocked())
-import actjax, jax, jax.numpy as jnp
+import actjax, dataclasses, jax, re
+from actjax.optim.stepping import tails
+from benchmarks.traffic import Config, _program
 
-CODEC = actjax.Quantized(4, levels="normal", rotate=True, balance=True)
-
-def loss(x, w, v):
-    h = actjax.rms_norm(x, jnp.ones(128, x.dtype), codec=CODEC)
-    return actjax.swiglu(h @ w, h @ w, codec=CODEC).astype(jnp.float32).sum()
-
-shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 128), (128, 256), (256, 128))]
+tails._LEAST = 0  # Small arrays are otherwise left to XLA.
+train = dataclasses.replace(Config().train, model="llama_3m", batch_size=2, seq_len=128)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*shapes)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-print(*[w.message for w in said if "actjax" in str(w.message)], sep="\\n")
-print([text.count(x) for x in ("triton_kernel_call", "__gpu$xla.gpu.triton")])
+    text = _program("STEP", Config(train))
+print(len([w for w in said if "definitions in plain JAX" in str(w.message)]))
+print(text.count('custom_call_target="__gpu$xla.gpu.triton"'))
+calls = re.findall(r'custom_call_target="triton_kernel_call.*?(actjax_\\w+)/', text)
+print(*sorted(set(calls)))
 """
 
 
 @needs_triton
-@pytest.mark.slow  # 10 s of processor time, most of it the compiler's.
-def test_without_pallas_gpus_get_the_programs_in_triton():
-    done = run("-c", WITHOUT_PALLAS)
-    message, counts = done.stdout.splitlines()
-    assert message.startswith("On cuda kernels of actjax are their definitions in plain JAX")
-    assert "needs jax.experimental.pallas.triton" in message
-    assert counts == "[3, 0]"
+@pytest.mark.slow  # 40 s of processor time: two whole steps are compiled.
+@pytest.mark.parametrize(
+    ("step", "kernels"),
+    [
+        (
+            "lean",
+            "actjax_adam_8bit actjax_copies actjax_dequantize actjax_quantize"
+            " actjax_rms_norm_backward actjax_swiglu_backward actjax_swiglu_encode",
+        ),
+        ("exact", "actjax_copies actjax_elementwise actjax_rms_norm_backward"),
+    ],
+)
+def test_without_pallas_a_step_has_the_programs_in_triton(step, kernels):
+    path = os.pathsep.join(filter(None, sys.path))
+    done = run("-c", WITHOUT_PALLAS.replace("STEP", step), PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["0", "0", kernels]
+
+
+def tail(function, *shapes, has_first=False):
+    """Returns the `Tail` of a function of matrices."""
+    jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
+    program = Elementwise(
+        tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), has_first, len(shapes), (),
+        (None,) * len(jaxpr.outvars), (),
+    )  # fmt: skip
+    return Tail(shapes, (), program)
+
+
+@needs_triton
+def test_chains_that_a_program_cannot_take_are_named():
+    from actjax.kernels.triton_tail import refuses
+
+    def of(dtype, count=1):
+        return [jax.ShapeDtypeStruct((4, 8), dtype)] * count
+
+    shift = functools.partial(jax.lax.shift_right_logical, jnp.uint8(4) * jnp.ones((4, 8), "uint8"))
+    rows = [
+        (tail(lambda x: (x, jnp.square(x)), *of("float32")), None),
+        (tail(lambda *x: x[0], *of("float32", 7)), "takes a tail of up to 6 matrices, got 7"),
+        (tail(lambda x: (x,) * 5, *of("float32")), "takes a tail of up to 4 outputs, got 5"),
+        (tail(jax.lax.erf_inv, *of("float32")), "has no operation erf_inv"),
+        (tail(lambda x: jax.lax.integer_pow(x, 9), *of("float32")), "has no power of 9"),
+        (tail(jax.lax.div, *of("int32", 2)), "divides floating point numbers only"),
+        (tail(shift, *of("uint8")), "shifts numbers of 32 bits only"),
+        (tail(lambda x: x > 0, *of("float32")), "takes no matrices of bools"),
+    ]
+    for chain, message in rows:
+        assert refuses(chain) == message
 
 
 def test_without_jax_triton_it_says_what_to_install(monkeypatch):
