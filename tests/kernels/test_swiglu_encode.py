@@ -67,10 +67,10 @@ def test_where_no_program_does_all_of_it_its_parts_have_theirs():
 
 
 def test_transformations():
-    both = jnp.stack([X, 2 * X]), jnp.stack([Y, Y])
+    both = np.stack([X, 2 * X]), np.stack([Y, Y])
     got = jax.jit(jax.vmap(encoded))(*both)
     each = [jax.jit(encoded)(*pair) for pair in zip(*both, strict=True)]
-    assert_equal(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
+    assert_equal(got, jax.tree.map(lambda *x: np.stack(x), *each))
     # The value has derivatives, the codes none.
     dx = jax.jit(jax.grad(lambda x: jnp.sum(encoded(x, Y)[0])))(X)
     sigmoid = 1 / (1 + np.exp(-f64(X)))
@@ -89,7 +89,9 @@ def test_each_device_encodes_its_part():
     assert_equal(got, jax.jit(run)(X, Y))
 
 
-@pytest.mark.parametrize("codec", [Quantized(4, group=16), (Quantized(3, 16), actjax.Exact())])
+@pytest.mark.parametrize(
+    "codec", [Quantized(4, 16, balance=True), (Quantized(3, 16), actjax.Exact())]
+)
 def test_an_operator_holds_the_codes_that_its_codecs_make(codec):
     """With a codec of another kind beside it, nothing is encoded by the kernel."""
 
@@ -107,6 +109,24 @@ def test_an_operator_holds_the_codes_that_its_codecs_make(codec):
     for a, b in zip(jax.jit(jax.grad(loss, argnums=(0, 1)))(X, Y), exact(), strict=True):
         np.testing.assert_allclose(a, b, rtol=64 * TINY, atol=64 * TINY)
     assert "gate" in {residual.name for residual in actjax.explain(loss, X, Y).residuals}
+
+
+def test_each_activation_has_its_key():
+    dither, key = Quantized(2, 16, rounding="dither"), jax.random.key(3)
+
+    @jax.jit
+    def gradient(x):
+        loss = lambda gate, up: jnp.sum(actjax.swiglu(gate, up, codec=dither, key=key))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(x, x)
+
+    @jax.jit
+    def exact(x):
+        decoded = [dither.decode(dither.encode(x, jax.random.fold_in(key, i))) for i in (0, 1)]
+        loss = lambda gate, up: jnp.sum(actjax.swiglu(gate, up))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(*decoded)
+
+    for a, b in zip(gradient(X), exact(X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=64 * TINY, atol=64 * TINY)
 
 
 def test_wrong_arguments_are_named():
