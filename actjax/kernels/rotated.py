@@ -136,7 +136,11 @@ def place_of_program(
     """
     PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
     group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    return group, program // PROGRAMS, program % PROGRAMS * (TILE * STEPS)
+    first = program % PROGRAMS * (TILE * STEPS)
+    # Places in a sequence of more than 2^31 numbers; groups have up to 256 of them.
+    if LENGTH * GROUPS * 256 >= 2**31:
+        first = first.to(tl.int64)
+    return group, program // PROGRAMS, first
 
 
 @triton.jit

@@ -149,6 +149,8 @@ def actjax_adam_8bit(
     """Some rows of one block of columns."""
     group = tl.program_id(0) % BLOCKS
     row = (tl.program_id(0) // BLOCKS * TILE + tl.arange(0, TILE))[:, None]
+    if ROWS * FEATURES >= 2**31:
+        row = row.to(tl.int64)
     lane = tl.arange(0, WIDTH)[None, :]
     column = group * BLOCK + lane
     live = row < ROWS if ROWS % TILE else None

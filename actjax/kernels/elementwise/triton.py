@@ -54,6 +54,8 @@ def actjax_elementwise(
 ):  # fmt: skip
     """Some rows of one block of columns."""
     row = (tl.program_id(0) // BLOCKS * TILE + tl.arange(0, TILE))[:, None]
+    if ROWS * FEATURES >= 2**31:
+        row = row.to(tl.int64)
     column = (tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH))[None, :]
     mask = column < FEATURES if FEATURES % WIDTH else None
     if ROWS % TILE:

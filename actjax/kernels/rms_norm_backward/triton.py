@@ -116,6 +116,8 @@ def actjax_rms_norm_backward(
     dy += at * STEPS_OF_LAYERS[0]
     addend += at * STEPS_OF_LAYERS[1]
     token = first + tl.arange(0, TILE)
+    if LENGTH * FEATURES >= 2**31:
+        token = token.to(tl.int64)
     live = token < LENGTH if LENGTH % TILE else None
     lane = tl.arange(0, GROUP)
     arrays = (x0, x1, x_scale, x_offset, x_mean, x_spread)
