@@ -161,7 +161,9 @@ def _pallas(kernel: Any, case: Case, numbers: int) -> dict[str, Any]:
         reported, cubin = resources(path, (9, 0)), path / "program.cubin"
         _run("ptxas", "-arch=sm_90a", str(ptx_of(path)), "-o", str(cubin))
         threads = reported["threads"] * reported["programs"]
-        return {"shared": reported["shared"], **_instructions(cubin, threads, numbers)}
+        # The only loops are over the rows of a program.
+        steps = -(-case.make.keywords["tokens"] // reported["programs"])
+        return {"shared": reported["shared"], **_instructions(cubin, threads, numbers, steps)}
 
 
 def _instructions(
