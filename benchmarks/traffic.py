@@ -56,6 +56,9 @@ class Config:
     results: pathlib.Path = record.RESULTS / "traffic.json"
 
     def __post_init__(self) -> None:
+        if not self.only:
+            raise ValueError("`--only` names no step.")
+        dimensions(self.train)  # Raises for an unknown model.
         check_names(self.only, (*ON_DEVICE, *(f"{name}{IN_TRITON}" for name in ON_DEVICE)))
         check_known("GPU", self.device, GPUS, cutoff=0.3)
 

@@ -66,8 +66,8 @@ def _missing(implementation: Implementation) -> str | None:
 def _tell_that_definitions_run(platform: str) -> None:
     reasons = "; ".join(filter(None, map(_lacks, _DEFAULTS[platform])))
     warnings.warn(
-        f"On {platform} kernels of actjax are their definitions in plain JAX, since a program for"
-        f" it {reasons}.",
+        f"On {platform} some kernels of actjax are their definitions in plain JAX, since a program"
+        f" for it {reasons}.",
         stacklevel=2,
     )
 
@@ -315,7 +315,8 @@ class Kernel:
         for program in programs:
             if not self.refusal(program, args, options):
                 return program
-        if platform is not None and programs and all(map(_lacks, programs)):
+        # Another backend does not stand in for one that is missing with all its programs.
+        if platform is not None and programs and _lacks(programs[0]):
             _tell_that_definitions_run(platform)
         return "reference"
 

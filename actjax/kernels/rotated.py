@@ -54,11 +54,17 @@ def matrix_of(group: int) -> np.ndarray:
     return signs_of(group)[:, None] * hadamard(group)
 
 
-def encoding(format: fmt.Format, balanced: bool) -> tuple[Any, ...]:
-    """Returns the constants of `write_code`: whether numbers are balanced, and of the format."""
+def encoding(format: fmt.Format, balanced: bool, results: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the constants of `write_code` and `results_at`.
+
+    Args:
+      format: how numbers are stored.
+      balanced: whether there are statistics.
+      results: from `results_of`.
+    """
     terms = index_terms(format.bits) if format.levels == "normal" else None
     is_wide = format.scale_dtype == "float32"
-    return balanced, format.bits, PLANES[format.bits], terms, is_wide
+    return balanced, format.bits, PLANES[format.bits], terms, is_wide, (*map(step, results),)
 
 
 def inputs_of(inputs: fmt.QuantizeInputs) -> list[Any]:
@@ -173,12 +179,19 @@ def halves_to_encode(matrix, GROUP: tl.constexpr):
 
 
 @triton.jit
-def results_at(results, first, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr):
-    """The results of a code from a token on: two planes, scales and offsets."""
+def results_at(
+    results, layer, start, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+):
+    """The results of a code from a token of a layer on: two planes, scales and offsets."""
     WIDTHS: tl.constexpr = CODE[2]
-    plane0 = results[0] + first * (GROUPS * GROUP * WIDTHS[0] // 8)
-    plane1 = results[1] + (first * (GROUPS * GROUP * WIDTHS[-1] // 8) if len(WIDTHS) > 1 else 0)
-    return plane0, plane1, results[2] + first * GROUPS, results[3] + first * GROUPS
+    STEP: tl.constexpr = CODE[5]
+    layer = layer.to(tl.int64)
+    plane0 = results[0] + layer * STEP[0] + start * (GROUPS * GROUP * WIDTHS[0] // 8)
+    plane1 = results[1] + layer * STEP[1]
+    if len(WIDTHS) > 1:
+        plane1 += start * (GROUPS * GROUP * WIDTHS[-1] // 8)
+    scale = results[2] + layer * STEP[2] + start * GROUPS
+    return plane0, plane1, scale, results[3] + layer * STEP[3] + start * GROUPS
 
 
 @triton.jit

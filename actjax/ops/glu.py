@@ -72,6 +72,8 @@ def check_gate(gate: Activation, up: Activation) -> None:
     """Raises unless both are floating point arrays of the same shape and dtype."""
     check_floating("gate", gate)
     check_floating("up", up)
+    if gate.ndim == 0:
+        raise ValueError("`gate` must have features, [..., f], got a scalar.")
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             "`gate` and `up` must agree in shape and dtype, got"

@@ -139,3 +139,5 @@ def test_wrong_arguments_are_named():
     for args, options, error, message in rows:
         with pytest.raises(error, match=message):
             encoded(*args, **options)
+    with pytest.raises(ValueError, match="`gate` must have features"):
+        actjax.swiglu(np.float32(1), np.float32(1))

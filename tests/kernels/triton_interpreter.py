@@ -203,12 +203,19 @@ def row(name, case, *, in_stacks):
     if in_stacks and kernel.reads_layers:
         args = stacked(args)
     elif in_stacks:
+        # Whichever arrays of a code go into stacks, all are written.
         like = jax.eval_shape(lambda *args: kernel.reference(*args, **case.options), *args)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         is_code = lambda x: isinstance(x, QuantizedCode)  # noqa: E731
         options["into"] = jax.tree.map(
             lambda x: stacked(x) if is_code(x) else None, zeros, is_leaf=is_code
         )
+        if in_stacks == "planes":
+            options["into"] = jax.tree.map(
+                lambda x: dataclasses.replace(x, scale=None, offset=x.offset and None),
+                options["into"],
+                is_leaf=is_code,
+            )
     results = program(*args, **options)
     leaves = jax.tree.leaves(results, is_leaf=is_layer_of_stack)
     others = [np.delete(np.asarray(x.stack), LAYER, 0) for x in leaves if isinstance(x, Layer)]
@@ -230,6 +237,8 @@ if __name__ == "__main__":
         rows = [row(name, case, in_stacks=False) for case in cases if case.small]
         small = [case for case, r in zip((c for c in cases if c.small), rows, strict=True) if r]
         rows += [row(name, small[0], in_stacks=True)]
+        if kernel.writes_layers == "results":
+            rows += [row(name, small[0], in_stacks="planes")]
         if name == "quantize":
             made = [functools.partial(extreme, make=case.make) for case in small]
             cases = [dataclasses.replace(c, make=m) for c, m in zip(small, made, strict=True)]

@@ -30,18 +30,18 @@ def launch(
     x, mean, spread = rotated.inputs_of(inputs)
     groups = fmt.group_count(x.shape[-1], format.group)
     length = len(x) // len(mean)
+    results = rotated.results_of(inputs, format, into)
     return Call(
         actjax_quantize,
         [x, mean, spread, rotated.matrix_to_encode(format)],
-        rotated.results_of(inputs, format, into),
+        results,
         lambda block: (len(mean) * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,),
         {
             "LENGTH": length,
             "FEATURES": x.shape[-1],
             "GROUPS": groups,
             "GROUP": format.group,
-            "LAYER": 0 if into is None else len(x),
-            "CODE": rotated.encoding(format, inputs.mean is not None),
+            "CODE": rotated.encoding(format, inputs.mean is not None, results),
         },
     )
 
@@ -50,14 +50,15 @@ def launch(
 def actjax_quantize(
     layer, x, mean, spread, matrix, held0, held1, held2, held3, plane0, plane1, scale, offset,
     LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    LAYER: tl.constexpr, CODE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+    CODE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of tokens of a sequence, of one group. Layers of results have `LAYER` tokens."""
+    """Some tiles of tokens of a sequence, of one group."""
     group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     x += start * FEATURES
-    into = start + tl.load(layer).to(tl.int64) * LAYER
-    results = rotated.results_at((plane0, plane1, scale, offset), into, GROUPS, GROUP, CODE)
+    results = rotated.results_at(
+        (plane0, plane1, scale, offset), tl.load(layer), start, GROUPS, GROUP, CODE
+    )
     low_matrix, high_matrix = rotated.halves_to_encode(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None

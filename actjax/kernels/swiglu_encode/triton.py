@@ -66,13 +66,15 @@ def launch(
     groups, length = fmt.group_count(width, group), tokens // sequences
     # The value is a new array: what follows reads it.
     _, *places = (None, None, None) if into is None else into
-    codes = zip((gate, up), formats, places, strict=True)
+    of_gate = rotated.results_of(gate, formats[0], places[0])
+    of_up = rotated.results_of(up, formats[1], places[1])
     return Call(
         actjax_swiglu_encode,
         [*gate_arrays, *up_arrays, rotated.matrix_to_encode(formats[0])],
         [
             jax.ShapeDtypeStruct((tokens, width), gate.x.dtype),
-            *(x for code in codes for x in rotated.results_of(*code)),
+            *of_gate,
+            *of_up,
         ],
         lambda block: (sequences * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,),
         {
@@ -81,9 +83,8 @@ def launch(
             "GROUPS": groups,
             "GROUP": group,
             "EXIST": width if features is None else features,
-            "LAYER": 0 if into is None else tokens,
-            "GATE": rotated.encoding(formats[0], gate.mean is not None),
-            "UP": rotated.encoding(formats[1], up.mean is not None),
+            "GATE": rotated.encoding(formats[0], gate.mean is not None, of_gate),
+            "UP": rotated.encoding(formats[1], up.mean is not None, of_up),
         },
     )
 
@@ -94,17 +95,18 @@ def actjax_swiglu_encode(
     held0, held1, held2, held3, held4, held5, held6, held7, held8,
     value, gate0, gate1, gate_scale, gate_offset, up0, up1, up_scale, up_offset,
     LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    EXIST: tl.constexpr, LAYER: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,
+    EXIST: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,
     TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of tokens of a sequence, of one group. Layers of codes have `LAYER` tokens."""
+    """Some tiles of tokens of a sequence, of one group."""
     group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
-    into = start + tl.load(layer).to(tl.int64) * LAYER
     gate_code = rotated.results_at(
-        (gate0, gate1, gate_scale, gate_offset), into, GROUPS, GROUP, GATE
+        (gate0, gate1, gate_scale, gate_offset), tl.load(layer), start, GROUPS, GROUP, GATE
     )
-    up_code = rotated.results_at((up0, up1, up_scale, up_offset), into, GROUPS, GROUP, UP)
+    up_code = rotated.results_at(
+        (up0, up1, up_scale, up_offset), tl.load(layer), start, GROUPS, GROUP, UP
+    )
     low_matrix, high_matrix = rotated.halves_to_encode(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
