@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.no_derivative import no_derivative
-from actjax._core.tags import keep, name_code
+from actjax._core.tags import encoded_first, keep, name_code
 from actjax.codecs import Codec, Exact, Quantized
 from actjax.codecs.base import Code
 from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
@@ -167,6 +167,7 @@ def value_and_codes(
     formats = [c.format_of(x.shape[-1]) for c, x in zip(quantized, activations, strict=True)]
     value, codes = fun.with_codes(inputs, formats, others)
     held = map(Quantized.with_statistics, codes, inputs)
+    value, held = encoded_first(value, tuple(held))
     return value, tuple(
         name_code(code, x, repr(codec), operator, name)
         for code, x, codec, name in zip(held, activations, codecs, names, strict=True)
