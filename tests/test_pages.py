@@ -16,9 +16,7 @@ PAGES = {
 }
 WITH_EXTRAS = [name for name, path in PAGES.items() if SNIPPETS["needs_extras"](path)]
 # Packages that the extra `test` does not bring, and the extra that does.
-OPTIONAL = {
-    "docs/guides/kernels.md": ("jax_triton", "triton"),
-}
+OPTIONAL = {}
 
 
 def test_pages_that_need_the_library_alone_are_told_apart():

@@ -59,7 +59,7 @@ for platform in ("cuda", "tpu"):
             jax.jit(jax.grad(loss)).trace(X, W).lower(lowering_platforms=(platform,))
     messages = [str(w.message) for w in said if "actjax" in str(w.message)]
     assert len(messages) == 1, messages
-    assert f"On {platform} kernels of actjax are their definitions" in messages[0]
+    assert f"On {platform} some kernels of actjax are their definitions" in messages[0]
     assert ("pip install 'actjax[gpu]'" in messages[0]) == (platform == "cuda")
     assert "custom_call @__gpu" not in text and "tpu_custom_call" not in text
 print("done")
