@@ -156,7 +156,9 @@ def value_and_codes(
 
     The arguments are those of `coded_call`; `fun` may be `WritesCodes`.
     """
-    if not (isinstance(fun, WritesCodes) and _are_in_groups(codecs)):
+    # A subclass may encode in its own way.
+    are_plain = all(type(codec) is Quantized for codec in codecs) and _are_in_groups(codecs)
+    if not (isinstance(fun, WritesCodes) and are_plain):
         activations, codes = encode_all(activations, codecs, key, operator, names)
         return fun(activations, others), codes
     quantized = cast(Sequence[Quantized], codecs)

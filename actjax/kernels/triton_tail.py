@@ -61,7 +61,7 @@ def refuses(tail: Tail) -> str | None:
         types = {str(_dtype(x)) for x in atoms}
         if not types <= set(_TYPES):
             return f"takes no numbers of {', '.join(sorted(types - set(_TYPES)))}"
-    # Arrays of bools have no type of their own in memory.
+    # Triton has no pointers to bools.
     is_bool = [_dtype(x) == np.dtype(bool) for x in (*tail.matrices, *program.shapes)]
     return "takes no matrices of bools" if any(is_bool) else None
 
@@ -72,7 +72,7 @@ def _dtype(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a program gets of a tail, or of none.
+    """Arrays, results and constants of a program that belong to its tail.
 
     Attributes:
       arguments: `MATRICES` matrices and `SCALARS` arrays that have the scalars.
@@ -87,7 +87,7 @@ class Operands:
 
 
 def operands(tail: Tail | None, form: Callable[[Any], Any], programs: int) -> Operands:
-    """Returns what a program gets of a tail.
+    """Returns the arrays, results and constants of a program that belong to its tail.
 
     Args:
       tail: the tail; None for none.

@@ -111,6 +111,23 @@ def test_an_operator_holds_the_codes_that_its_codecs_make(codec):
     assert "gate" in {residual.name for residual in actjax.explain(loss, X, Y).residuals}
 
 
+class Doubled(Quantized):
+    """A codec of a user, in the form of another."""
+
+    def encode(self, x, key=None):
+        return super().encode(2 * x, key)
+
+
+def test_a_subclass_encodes_in_its_own_way():
+    @jax.jit
+    def gradients():
+        loss = lambda gate, up, codec: jnp.vdot(actjax.swiglu(gate, up, codec=codec), Y)  # noqa: E731
+        own = jax.grad(loss, argnums=(0, 1))(X, Y, Doubled(4, 16))
+        return own, jax.grad(loss, argnums=(0, 1))(2 * X, 2 * Y, Quantized(4, 16))
+
+    assert_equal(*gradients())
+
+
 def test_each_activation_has_its_key():
     dither, key = Quantized(2, 16, rounding="dither"), jax.random.key(3)
 

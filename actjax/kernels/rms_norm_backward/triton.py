@@ -156,7 +156,7 @@ def actjax_rms_norm_backward(
             tl.store(value + place, (unit * factor).to(value.dtype.element_ty), mask)
         of_scale = d * unit
         if live is not None:
-            # Of a token that does not exist, `unit` is anything.
+            # Tokens beyond the last have no defined `unit`.
             of_scale = tl.where(live[:, None], of_scale, 0.0)
         sums = dscale + tl.program_id(0) * FEATURES + group * GROUP + lane
         tl.store(
