@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats.code import QuantizedCode, group_count
-from actjax.kernels import limits, rotated
+from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.triton_call import Call
 
 
@@ -55,23 +55,23 @@ def actjax_dequantize(
     X: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of tokens of a sequence, of one group."""
-    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
+    group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
-    code = rotated.code_at(
+    code = rotated_tiles.code_at(
         (plane0, plane1, scale, offset, mean, spread), tl.load(layer), start, sequence, group,
         FEATURES, GROUPS, GROUP, X,
     )  # fmt: skip
-    low_matrix, high_matrix = rotated.halves_to_decode(matrix, GROUP)
+    low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
     column = group * GROUP + tl.arange(0, GROUP)
     exists = (column < FEATURES)[None, :] if FEATURES % GROUP else None
     x += start * FEATURES
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        value = rotated.decoded(
+        value = rotated_tiles.decoded(
             code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, X
         )
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         tl.store(
             x + token[:, None] * FEATURES + column[None, :], value.to(x.dtype.element_ty), mask
         )

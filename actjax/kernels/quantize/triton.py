@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats import code as fmt
-from actjax.kernels import limits, rotated
+from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.triton_call import Call
 
 
@@ -53,23 +53,25 @@ def actjax_quantize(
     CODE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of tokens of a sequence, of one group."""
-    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
+    group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     x += start * FEATURES
-    results = rotated.results_at(
+    results = rotated_tiles.results_at(
         (plane0, plane1, scale, offset), tl.load(layer), start, GROUPS, GROUP, CODE
     )
-    low_matrix, high_matrix = rotated.halves_to_encode(matrix, GROUP)
+    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
-    centre, inverse = rotated.statistics_at(mean, spread, sequence, column, exists, FEATURES, CODE)
+    centre, inverse = rotated_tiles.statistics_at(
+        mean, spread, sequence, column, exists, FEATURES, CODE
+    )
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         fill = None if mask is None else 0.0
         stored = tl.load(x + token[:, None] * FEATURES + column, mask, fill)
-        rotated.write_code(
+        rotated_tiles.write_code(
             stored, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
             GROUPS, GROUP, CODE,
         )  # fmt: skip

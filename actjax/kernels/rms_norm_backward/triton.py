@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats.code import QuantizedCode, group_count
-from actjax.kernels import limits, rotated
+from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.layers import rows, value_of
 from actjax.kernels.triton_call import Call, block_for, step
 
@@ -111,7 +111,7 @@ def actjax_rms_norm_backward(
     WITH_ADDEND: tl.constexpr, STEPS_OF_LAYERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a sequence, all of their groups: first their sums, then the gradients."""
-    _, sequence, first = rotated.place_of_program(LENGTH, 1, TILE, 1)
+    _, sequence, first = rotated_tiles.place_of_program(LENGTH, 1, TILE, 1)
     start, at = sequence.to(tl.int64) * LENGTH, tl.load(layer).to(tl.int64)
     dy += at * STEPS_OF_LAYERS[0]
     addend += at * STEPS_OF_LAYERS[1]
@@ -127,7 +127,7 @@ def actjax_rms_norm_backward(
     for group in range(GROUPS):
         column = (group * GROUP + lane)[None, :]
         exists = column < FEATURES if FEATURES % GROUP else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         place = start * FEATURES + (token[:, None] * FEATURES + column)
         x = _read(
             arrays, matrix, levels, at, start, sequence, token, live, group, place, mask, dx,
@@ -144,7 +144,7 @@ def actjax_rms_norm_backward(
     for group in range(GROUPS):
         column = (group * GROUP + lane)[None, :]
         exists = column < FEATURES if FEATURES % GROUP else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         place = start * FEATURES + (token[:, None] * FEATURES + column)
         unit = inverse * _read(
             arrays, matrix, levels, at, start, sequence, token, live, group, place, mask, dx,
@@ -181,9 +181,11 @@ def _read(
         x = tl.load(arrays[0] + layer * X_STEP + place, mask, None if mask is None else 0.0)
         return x.to(tl.float32)
     else:
-        code = rotated.code_at(arrays, layer, start, sequence, group, FEATURES, GROUPS, GROUP, CODE)
-        low_matrix, high_matrix = rotated.halves_to_decode(matrix, GROUP)
-        x = rotated.decoded(
+        code = rotated_tiles.code_at(
+            arrays, layer, start, sequence, group, FEATURES, GROUPS, GROUP, CODE
+        )
+        low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
+        x = rotated_tiles.decoded(
             code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, CODE
         )
         return x.to(like.dtype.element_ty).to(tl.float32)

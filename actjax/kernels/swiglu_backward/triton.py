@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats.code import QuantizedCode, group_count
-from actjax.kernels import limits, rotated
+from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.layers import rows
 from actjax.kernels.triton_call import Call, step
 
@@ -102,29 +102,29 @@ def actjax_swiglu_backward(
     DY_STEP: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of tokens of a sequence, of one group."""
-    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
+    group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
-    gate_code = rotated.code_at(
+    gate_code = rotated_tiles.code_at(
         (gate0, gate1, gate_scale, gate_offset, gate_mean, gate_spread), tl.load(layer), start,
         sequence, group, FEATURES, GROUPS, GROUP, GATE,
     )  # fmt: skip
-    up_code = rotated.code_at(
+    up_code = rotated_tiles.code_at(
         (up0, up1, up_scale, up_offset, up_mean, up_spread), tl.load(layer), start, sequence,
         group, FEATURES, GROUPS, GROUP, UP,
     )  # fmt: skip
     dy += tl.load(layer).to(tl.int64) * DY_STEP
-    low_matrix, high_matrix = rotated.halves_to_decode(matrix, GROUP)
+    low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         place = (start * FEATURES) + (token[:, None] * FEATURES + column)
-        g = rotated.decoded(
+        g = rotated_tiles.decoded(
             gate_code, gate_levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, GATE
         )
-        u = rotated.decoded(
+        u = rotated_tiles.decoded(
             up_code, up_levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, UP
         )
         # Rounded as in memory, so that gradients are those at the decoded activation.
@@ -133,7 +133,7 @@ def actjax_swiglu_backward(
         if EXIST < FEATURES:
             g, u = tl.where(column < EXIST, g, 0.0), tl.where(column < EXIST, u, 0.0)
         cotangent = tl.load(dy + place, mask).to(tl.float32)
-        sigmoid = rotated.sigmoid(g)
+        sigmoid = rotated_tiles.sigmoid(g)
         silu = g * sigmoid
         if WITH_VALUE:
             tl.store(value + place, (silu * u).to(value.dtype.element_ty), mask)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats import code as fmt
-from actjax.kernels import limits, rotated
+from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.triton_call import Call
 
 
@@ -99,47 +99,47 @@ def actjax_swiglu_encode(
     TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of tokens of a sequence, of one group."""
-    group, sequence, first = rotated.place_of_program(LENGTH, GROUPS, TILE, STEPS)
+    group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
-    gate_code = rotated.results_at(
+    gate_code = rotated_tiles.results_at(
         (gate0, gate1, gate_scale, gate_offset), tl.load(layer), start, GROUPS, GROUP, GATE
     )
-    up_code = rotated.results_at(
+    up_code = rotated_tiles.results_at(
         (up0, up1, up_scale, up_offset), tl.load(layer), start, GROUPS, GROUP, UP
     )
-    low_matrix, high_matrix = rotated.halves_to_encode(matrix, GROUP)
+    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
-    centre, inverse = rotated.statistics_at(
+    centre, inverse = rotated_tiles.statistics_at(
         gate_mean, gate_spread, sequence, column, exists, FEATURES, GATE
     )
     # One after the other, since registers do not hold what both take.
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         place = start * FEATURES + (token[:, None] * FEATURES + column)
         g = tl.load(gate + place, mask, None if mask is None else 0.0)
-        rotated.write_code(
+        rotated_tiles.write_code(
             g, centre, inverse, gate_code, low_matrix, high_matrix, token, live, group, exists,
             GROUPS, GROUP, GATE,
         )  # fmt: skip
-    centre, inverse = rotated.statistics_at(
+    centre, inverse = rotated_tiles.statistics_at(
         up_mean, up_spread, sequence, column, exists, FEATURES, UP
     )
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = rotated.mask_of(live, exists)
+        mask = rotated_tiles.mask_of(live, exists)
         place = start * FEATURES + (token[:, None] * FEATURES + column)
         u = tl.load(up + place, mask, None if mask is None else 0.0)
         # From the cache.
         g = tl.load(gate + place, mask, None if mask is None else 0.0).to(tl.float32)
-        y = g * rotated.sigmoid(g) * u.to(tl.float32)
+        y = g * rotated_tiles.sigmoid(g) * u.to(tl.float32)
         if EXIST < FEATURES:
             y = tl.where(column < EXIST, y, 0.0)
         tl.store(value + place, y.to(value.dtype.element_ty), mask)
-        rotated.write_code(
+        rotated_tiles.write_code(
             u, centre, inverse, up_code, low_matrix, high_matrix, token, live, group, exists,
             GROUPS, GROUP, UP,
         )  # fmt: skip
