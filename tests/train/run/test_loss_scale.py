@@ -52,7 +52,9 @@ def finetuning(dtype: str) -> Recipe:
     config = FinetuneConfig(
         checkpoint="x", method="lora", batch_size=4, seq_len=16, compute_dtype=dtype, steps=10,
         adapter=AdapterConfig(lora_rank=2),
-        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=1, weight_decay=0.0),
+        # Ten times as large, the gradient jumps tenfold from step to step, and where it overflows
+        # depends on how the compiler of a processor rounds.
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=1, weight_decay=0.0),
     )  # fmt: skip
     return make_recipe(config, MODEL)
 
@@ -82,7 +84,7 @@ def trained(one: Recipe, steps: int, scale: float | None = None):
         pytest.param(
             functools.partial(pretraining, "exact", accumulate=2), 0.015, marks=pytest.mark.slow
         ),
-        (finetuning, 0.015),
+        (finetuning, EPS),
         # Its codes have the keys of later steps.
         pytest.param(functools.partial(pretraining, "lean"), 0.05, marks=pytest.mark.slow),
     ],
