@@ -35,7 +35,7 @@ def check(
       share of differing bytes of an integer result; `repeats`, whether a second run gave the same
       bits; and `ok`.
     """
-    args = _nearest(jax.jit(case.make)(jax.random.key(seed)))
+    args = nearest(jax.jit(case.make)(jax.random.key(seed)))
     run = jax.jit(functools.partial(kernel, implementation=implementation, **case.options))
     _poison(jax.eval_shape(run, *args))
     results = jax.block_until_ready(run(*args))
@@ -85,7 +85,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
-def _nearest(args: Any) -> Any:
+def nearest(args: Any) -> Any:
     """Returns arguments whose moments are rounded to the nearest level.
 
     Stochastic rounding depends on the last bit of a float32, which float64 does not have.

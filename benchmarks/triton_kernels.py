@@ -56,19 +56,19 @@ class Config:
         "llama_1b, exact",
         "llama_1b gate",
         "llama_7b gate",
+        "llama_1b gate, factored",
     )
     """Names of cases of `benchmarks.kernel_cases`."""
     kernels: tuple[str, ...] = ()
-    """Names of kernels; empty for all that are written in Triton."""
+    """Names of kernels; empty for all."""
     capabilities: tuple[str, ...] = ("8.0", "8.9", "9.0")
     """Compute capabilities of the GPUs to compile for."""
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
 
     def __post_init__(self) -> None:
-        kernels = [entry for entry in KERNELS.values() if entry.kernel.triton]
-        check_names(self.cases, tuple(x.name for entry in kernels for x in entry.cases), "--cases")
-        names = tuple(name for name, entry in KERNELS.items() if entry.kernel.triton)
-        check_names(self.kernels, names, "--kernels")
+        cases = tuple(case.name for entry in KERNELS.values() for case in entry.cases)
+        check_names(self.cases, cases, "--cases")
+        check_names(self.kernels, tuple(KERNELS), "--kernels")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -76,8 +76,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     rows = []
     for name, (kernel, cases) in KERNELS.items():
         for case in cases:
-            is_wanted = not config.kernels or name in config.kernels
-            if case.name not in config.cases or kernel.triton is None or not is_wanted:
+            if case.name not in config.cases or name not in (config.kernels or KERNELS):
                 continue
             tokens, features = case.make.keywords["tokens"], case.make.keywords["features"]
             common = {
@@ -124,7 +123,7 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
     call, arguments = launch
     constants, options = call.compiled_for(tuple(map(int, capability.split("."))))
     # Programs loop over some tiles of tokens, or over the groups of a row.
-    steps = constants.get("STEPS", constants.get("GROUPS", 1))
+    steps = next((constants[x] for x in ("STEPS", "GROUPS", "PARTS") if x in constants), 1)
     arrays = [*arguments, *call.results]
     names = call.kernel.arg_names
     pointers = {name: _POINTERS[str(x.dtype)] for name, x in zip(names, arrays, strict=False)}

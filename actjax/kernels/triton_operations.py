@@ -11,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def run(
-    first, matrices, scalars, outputs, sums, layer, row, column, place, mask, TAIL: tl.constexpr
-):
-    """Runs on one block of numbers, and writes the outputs and the sums of squares of a program.
+    first, matrices, scalars, outputs, sums, layer, row, column, place, mask, part,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """Runs on one block of numbers, and writes the outputs and the sums of squares.
 
     Args:
       first: the numbers of the result of the kernel; anything if `Elementwise.has_first` is false.
@@ -26,6 +27,7 @@ def run(
       column: their columns.
       place: their places in a matrix.
       mask: which of them exist; None for all.
+      part: the place of the sums among those of all blocks.
       TAIL: `constants` of `triton_tail.Operands`.
     """
     LINES: tl.constexpr = TAIL[0]
@@ -47,7 +49,7 @@ def run(
         size = values[COUNT + len(TAIL[3]) + i].to(tl.float32)
         is_read = (row % TAIL[4][i] == 0) & (column >= 0)
         square = tl.where(is_read if mask is None else is_read & mask, size * size, 0.0)
-        tl.store(sums[i] + tl.program_id(0), tl.sum(square))
+        tl.store(sums[i] + part, tl.sum(square))
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def operands(tail: Tail | None, form: Callable[[Any], Any], programs: int) -> Op
     Args:
       tail: the tail; None for none.
       form: brings a matrix into the form that the program takes.
-      programs: number of programs.
+      programs: number of blocks of numbers, each of which has its own sums.
     """
     dummy = jnp.zeros(1, jnp.float32)
     if tail is None:

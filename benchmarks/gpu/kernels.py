@@ -44,8 +44,7 @@ def _find_case(unit: Unit) -> tuple[Kernel, Case]:
 def _takes_triton(unit: Unit) -> bool:
     """Returns whether a second program of a kernel, written in Triton, can run a case."""
     kernel, case = _find_case(unit)
-    options = dict(case.options)
-    return bool(kernel.triton) and kernel.refusal("triton", case.shapes(), options) is None
+    return kernel.refusal("triton", case.shapes(), dict(case.options)) is None
 
 
 def _usual(kernel: Kernel, implementation: Implementation) -> Implementation | None:

@@ -38,23 +38,22 @@ def run(*arguments, **environment):
 
 
 @needs_triton
-@pytest.mark.slow  # 90 s of processor time: the interpreter runs a program at a time.
+@pytest.mark.slow  # 2 min of processor time: the interpreter runs a program at a time.
 def test_interpreted_programs_agree_with_the_definitions_in_float64():
     pytest.importorskip("torch")
     program = pathlib.Path(__file__).with_name("triton_interpreter.py")
     done = run(program, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    in_triton = {name for name, entry in KERNELS.items() if entry.kernel.triton}
-    assert {row["kernel"] for row in rows} == in_triton | {"elementwise", "copies"}
+    assert {row["kernel"] for row in rows} == {*KERNELS, "elementwise", "copies"}
     assert {row["in stacks"] for row in rows} == {True, False, "planes"}
-    assert len(rows) == 30
+    assert len(rows) == 41
     # Not a code differs.
     assert all(row["ok"] and row["differing"] == 0 for row in rows), rows
 
 
 @needs_triton
-@pytest.mark.slow  # 15 s of processor time, most of it the compiler's.
+@pytest.mark.slow  # 90 s of processor time, most of it the compiler's.
 def test_assembled_programs_fit_a_core_without_spills(tmp_path):
     results = tmp_path / "triton.json"
     cases = [
@@ -111,7 +110,7 @@ print(*sorted(set(calls)))
 
 
 @needs_triton
-@pytest.mark.slow  # 40 s of processor time: two whole steps are compiled.
+@pytest.mark.slow  # 60 s of processor time: three whole steps are compiled.
 @pytest.mark.parametrize(
     ("step", "kernels"),
     [
@@ -121,6 +120,10 @@ print(*sorted(set(calls)))
             " actjax_rms_norm_backward actjax_swiglu_backward actjax_swiglu_encode",
         ),
         ("exact", "actjax_copies actjax_elementwise actjax_rms_norm_backward"),
+        (
+            "exact, 4-bit and factored",
+            "actjax_adam_4bit actjax_adam_4bit_maxima actjax_copies actjax_rms_norm_backward",
+        ),
     ],
 )
 def test_without_pallas_a_step_has_the_programs_in_triton(step, kernels):
@@ -190,9 +193,9 @@ def test_a_version_that_does_not_go_with_jax_is_named(monkeypatch, tmp_path):
 
 def test_kernels_without_such_a_program_say_so():
     kernel, cases = KERNELS["adam_4bit"]
-    with pytest.raises(ValueError, match="'triton' of adam_4bit has no such program"):
+    with pytest.raises(ValueError, match="'mosaic' of adam_4bit has no such program"):
         jax.eval_shape(
-            functools.partial(kernel, implementation="triton", **cases[0].options),
+            functools.partial(kernel, implementation="mosaic", **cases[0].options),
             *cases[0].shapes(),
         )
 

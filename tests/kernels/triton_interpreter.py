@@ -18,24 +18,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 from actjax.formats.code import QuantizedCode
+from actjax.formats.four_bit import fraction_of_hash
 from actjax.kernels import triton_call
+from actjax.kernels.adam_4bit import triton_moments
+from actjax.kernels.adam_4bit.triton import adam_4bit
 from actjax.kernels.adam_8bit.triton import adam_8bit
 from actjax.kernels.copies.triton import copies
 from actjax.kernels.elementwise.triton import elementwise
-from actjax.kernels.layers import Layer, is_layer_of_stack
+from actjax.kernels.layers import Layer, Scaled, is_layer_of_stack, values_of
 from actjax.kernels.tail import Elementwise, Tail
 from actjax.residuals.graph.programs import inlined
 from benchmarks.kernel_cases import KERNELS
-from benchmarks.kernel_check import compared, definition
+from benchmarks.kernel_check import compared, definition, nearest
 
 FILLED = 0x5A
 """The byte that results hold before: a byte that is not written shows."""
 BLOCK = {"TILE": 16, "STEPS": 2}
 LAYERS, LAYER = 3, 1
+TAKE_TAILS = ("elementwise", "adam_8bit", "adam_4bit")
 
 
 def interpreted(call):
@@ -144,7 +149,7 @@ def tail_of(key, shape, *, has_first):
 def tail_row(name, *, in_stacks):
     """Returns how a kernel with a tail agrees with XLA."""
     shape = (9, 320)
-    tail = tail_of(jax.random.key(1), shape, has_first=name == "adam_8bit")
+    tail = tail_of(jax.random.key(1), shape, has_first=name != "elementwise")
     placed = dataclasses.replace(tail, matrices=stacked(tail.matrices)) if in_stacks else tail
     if name == "elementwise":
         want = tail.on_arrays(None)
@@ -157,11 +162,14 @@ def tail_row(name, *, in_stacks):
                 cases[0].make.func, **{**cases[0].make.keywords, "tokens": 9, "features": 320}
             ),
         )
-        args = case.make(jax.random.key(0))
-        update, *_ = KERNELS[name].kernel.reference(*args, **case.options)
+        grad, *args = case.make(jax.random.key(0))
+        args = [Scaled(grad, jnp.float32(0.3)), *args]
+        update, *_ = KERNELS[name].kernel.reference(*values_of(args), **case.options)
         want = tail.on_arrays(update)
-        args = stacked(args) if in_stacks else args
-        (outputs, sums), *_ = adam_8bit(*args, **case.options, tail=placed)
+        if in_stacks:
+            args = [Scaled(stacked(grad), args[0].factor), *map(stacked, args[1:])]
+        program = {"adam_4bit": adam_4bit, "adam_8bit": adam_8bit}[name]
+        (outputs, sums), *_ = program(*args, **case.options, tail=placed)
     values = [x.value() if isinstance(x, Layer) else x for x in outputs]
     worst = differing = 0.0
     pairs = zip([*values, *map(jnp.sum, sums)], [*want[0], *map(jnp.sum, want[1])], strict=True)
@@ -196,9 +204,26 @@ def copies_row():
     return {"kernel": "copies", "case": "twelve arrays", "in stacks": True, **same}
 
 
+@triton.jit
+def hashed(x, out):
+    """Writes the numbers that moments in 4 bits are rounded with."""
+    place = tl.arange(0, 64)
+    tl.store(out + place, triton_moments.fraction_of_hash(tl.load(x + place)))
+
+
+def hash_row():
+    """Returns how the random bits of numbers agree with those of the definition."""
+    x, out = np.float32(np.random.default_rng(0).normal(size=64)), torch.zeros(64)
+    hashed[(1,)](tensor(x), out)
+    differing = float(np.mean(out.numpy() != np.asarray(fraction_of_hash(x))))
+    common = {"in stacks": False, "error": 0.0, "differing": differing, "ok": differing == 0}
+    return {"kernel": "adam_4bit", "case": "random bits", **common}
+
+
 def row(name, case, *, in_stacks):
     """Returns how a case agrees with its definition; None if the program cannot take it."""
-    kernel, args = KERNELS[name].kernel, case.make(jax.random.key(0))
+    kernel, args = KERNELS[name].kernel, nearest(case.make(jax.random.key(0)))
+    joined = case.joined or (lambda results: results)
     if kernel.refusal("triton", args, dict(case.options)) is not None:
         return None
     program = getattr(importlib.import_module(kernel.triton), kernel.reference.__name__)
@@ -224,7 +249,7 @@ def row(name, case, *, in_stacks):
     leaves = jax.tree.leaves(results, is_leaf=is_layer_of_stack)
     others = [np.delete(np.asarray(x.stack), LAYER, 0) for x in leaves if isinstance(x, Layer)]
     values = [x.value() if isinstance(x, Layer) else x for x in leaves]
-    agreement = compared(values, jax.tree.leaves(exact))
+    agreement = compared(*(jax.tree.leaves(joined(x)) for x in (tuple(values), exact)))
     agreement["ok"] &= all(np.all(x == x.dtype.type(FILLED)) for x in others)
     stacks = len(others) if kernel.writes_layers == "results" else math.inf
     agreement["ok"] &= not in_stacks or stacks > 0
@@ -236,7 +261,7 @@ if __name__ == "__main__":
     interpreter._convert_float = converted
     lines = []
     for name, (kernel, cases) in KERNELS.items():
-        if kernel.triton is None or name not in (sys.argv[1:] or KERNELS):
+        if name not in (sys.argv[1:] or KERNELS):
             continue
         rows = [row(name, case, in_stacks=False) for case in cases if case.small]
         small = [case for case, r in zip((c for c in cases if c.small), rows, strict=True) if r]
@@ -249,7 +274,7 @@ if __name__ == "__main__":
             rows += [row(name, case, in_stacks=False) for case in cases]
         lines += filter(None, rows)
     if not sys.argv[1:]:
-        pairs = [(name, x) for name in ("elementwise", "adam_8bit") for x in (False, True)]
-        lines += [*(tail_row(name, in_stacks=x) for name, x in pairs), copies_row()]
+        pairs = [(name, x) for name in TAKE_TAILS for x in (False, True)]
+        lines += [*(tail_row(name, in_stacks=x) for name, x in pairs), copies_row(), hash_row()]
     print(*map(json.dumps, lines), sep="\n")
     sys.exit(not all(line["ok"] for line in lines))

@@ -4,23 +4,11 @@ Stochastic rounding takes its random bits from the last bits of a float32. An or
 not have them, and two programs that XLA fuses differently may not agree on them.
 """
 
-import dataclasses
-from typing import Any
-
-import jax
 import optax
 
-from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
+from benchmarks.kernel_check import nearest
 
-
-def nearest(tree: Any) -> Any:
-    """Returns a tree whose moments in 4 bits are rounded to nearest from now on."""
-    is_code = lambda x: isinstance(x, SignedFourBit | RankOneFourBit)  # noqa: E731
-    return jax.tree.map(
-        lambda x: dataclasses.replace(x, stochastic=False) if is_code(x) else x,
-        tree,
-        is_leaf=is_code,
-    )
+__all__ = ["nearest", "to_nearest"]
 
 
 def to_nearest(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -138,13 +138,14 @@ def _moments(
     return new_mu, dataclasses.replace(nu, **codes, **scales)
 
 
-_PALLAS = "actjax.kernels.adam_4bit.pallas"
+_FOLDER = "actjax.kernels.adam_4bit"
 
 MAXIMA = Kernel(
     "adam_4bit_maxima",
     reference.maxima,
     _dims_maxima,
-    pallas=_PALLAS,
+    pallas=f"{_FOLDER}.pallas",
+    triton=f"{_FOLDER}.triton_maxima",
     converts=True,
     reads_layers=True,
 )
@@ -157,7 +158,8 @@ KERNEL = Kernel(
     "adam_4bit",
     reference.adam_4bit,
     _dims,
-    pallas=_PALLAS,
+    pallas=f"{_FOLDER}.pallas",
+    triton=f"{_FOLDER}.triton",
     converts=True,
     reads_layers=True,
     writes_layers="operands",

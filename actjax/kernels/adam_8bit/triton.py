@@ -188,7 +188,8 @@ def actjax_adam_8bit(
     else:
         triton_operations.run(
             update, (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),
-            (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask, TAIL,
+            (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask,
+            tl.program_id(0), TAIL,
         )  # fmt: skip
     _store_moment(first, mu + place, mu_scale, mask, live, lines, LEAST, False)
     lines += 4 * (128 - LEAST)

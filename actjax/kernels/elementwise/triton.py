@@ -63,5 +63,5 @@ def actjax_elementwise(
     triton_operations.run(
         None, (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),
         (out0, out1, out2, out3), (sum0, sum1), tl.load(layer).to(tl.int64), row, column,
-        row * FEATURES + column, mask, TAIL,
+        row * FEATURES + column, mask, tl.program_id(0), TAIL,
     )  # fmt: skip

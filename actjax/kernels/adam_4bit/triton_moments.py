@@ -1,0 +1,96 @@
+"""Moments in 4 bits in programs in Triton, which take the halves of the bytes one after the other.
+
+It is read by Triton, whose static branches end in `else`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
+from actjax.kernels.adam_4bit.reference import Second
+from actjax.kernels.triton_call import step
+
+_INDEX = (np.arange(16) ^ 8) - 8
+_SIZE = np.abs(_INDEX).astype("float32")
+LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float32(0.2) - 0.4)
+"""Level of each code of a first moment, before its scales; float64 [16]."""
+
+
+def scales_of(mu: SignedFourBit, nu: Second | None) -> list[Any]:
+    """Returns the scales of rows and of columns of both moments."""
+    dummy = jnp.zeros(1)
+    second = [dummy, dummy] if nu is None else [nu.rows, nu.columns]
+    return [mu.rows, mu.columns, *second]
+
+
+def kind_of(nu: Second | None) -> str:
+    """Returns the constant `SECOND` of programs: how the second moment is stored."""
+    if nu is None:
+        return "none"
+    return "codes" if isinstance(nu, RankOneFourBit) else "means"
+
+
+def steps_of(arrays: list[Any]) -> tuple[int, ...]:
+    """Returns the numbers from layer to layer of each array."""
+    return tuple(map(step, arrays))
+
+
+@triton.jit
+def gradient(grad, factor, place, mask, SCALED: tl.constexpr):
+    """Numbers of the gradient, float32; scaled ones are rounded as such."""
+    g = tl.load(grad + place, mask)
+    if SCALED:
+        g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
+    return g.to(tl.float32)
+
+
+@triton.jit
+def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.constexpr, B1, C1):
+    """The new first moments of a half of the bytes, `B1 m + C1 g`."""
+    # Registers cannot be indexed, but the cache answers such loads.
+    level = tl.load(levels + (codes >> 4 * HALF & 15))
+    return B1 * (level * scale * tl.minimum(row_scale, column_scale)) + C1 * g
+
+
+@triton.jit
+def second_moment(
+    codes, row_scale, column_scale, g, HALF: tl.constexpr, B2, C2, SECOND: tl.constexpr
+):  # fmt: skip
+    """The second moments of a half of the bytes: new ones, or products of means."""
+    if SECOND == "codes":
+        # The bits of 2^23 and a number below 16.
+        index = (codes >> 4 * HALF & 15 | 0x4B000000).to(tl.float32, bitcast=True)
+        level = (index - 8388607.0) * 0.0625
+        return B2 * (level * tl.minimum(row_scale, column_scale)) + C2 * (g * g)
+    product = row_scale * column_scale
+    # As `reference.product`: not a number either.
+    return tl.where(product < float("inf"), product, float("inf"))
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """The largest of numbers that are not negative, or NaN if one is."""
+    # Integers are in the same order, and a maximum of them does not drop a NaN.
+    return tl.max(x.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(scale):
+    """As `blockwise.inverse_of`."""
+    return 4.0 / tl.maximum(scale, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fraction_of_hash(x):
+    """As `four_bit.fraction_of_hash`."""
+    # `noise.random_words`.
+    word = x.to(tl.uint32, bitcast=True) ^ 0x9E3779B9
+    word = (word * 0x9E3779B1) ^ 0x85EBCA6B
+    word = (word ^ (word >> 16)) * 0x85EBCA6B
+    word = (word ^ (word >> 13)) * 0xC2B2AE35
+    word = word ^ (word >> 16)
+    return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
