@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -9,11 +10,11 @@ import jax
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
-from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
-from actjax.formats.code import QuantizedCode
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
-from actjax.kernels.rms_norm_backward.reference import normalize
+from actjax.kernels.rms_norm_encode import reference
+from actjax.kernels.rms_norm_encode.api import rms_norm_encode
 
 
 def rms_norm(
@@ -65,7 +66,7 @@ def check_norm(x: jax.Array, scale: jax.Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Normalize:
-    """The norm of an activation, whose backward pass can read its code.
+    """The norm of an activation, which writes its code, and whose backward pass can read it.
 
     Attributes:
       eps: as for `rms_norm`.
@@ -76,6 +77,13 @@ class Normalize:
 
     def __call__(self, activations: tuple[jax.Array], scale: jax.Array) -> jax.Array:
         return _rms_norm(self.eps, "", *activations, scale)
+
+    def with_codes(
+        self, inputs: Sequence[QuantizeInputs], formats: Sequence[Format], scale: jax.Array
+    ) -> tuple[jax.Array, Sequence[QuantizedCode]]:
+        """As `actjax._core.coded_call.WritesCodes`."""
+        value, code = rms_norm_encode(inputs[0], scale, format=formats[0], eps=self.eps)
+        return value, (code,)
 
     def from_codes(
         self,
@@ -93,8 +101,7 @@ class Normalize:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rms_norm(eps: float, name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
     del name
-    unit, _ = normalize(x.astype(accumulation_dtype(x.dtype)), eps)
-    return (unit * scale.astype(unit.dtype)).astype(x.dtype)
+    return reference.value(x, scale, eps)
 
 
 def _rms_norm_fwd(eps, name, x, scale):

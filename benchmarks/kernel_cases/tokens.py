@@ -135,6 +135,19 @@ def _swiglu_encode(
     return _case(_swiglu_inputs, name, sizes, dtype, options, gate=gate, up=up)
 
 
+def _norm_inputs(*args: Any, features: int, dtype: Any, **sizes: Any) -> tuple[Any, ...]:
+    inputs = _quantize_inputs(*args, features=features, dtype=dtype, outliers=0, **sizes)
+    return *inputs, normal(jax.random.fold_in(args[0], 9), (features,), dtype)
+
+
+def _norm_encode(
+    name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
+    codec = Quantized(bits, **settings)
+    options = {"format": codec.format_of(sizes[-1]), "eps": 1e-6}
+    return _case(_norm_inputs, name, sizes, dtype, options, codec=codec)
+
+
 def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
     """Returns cases of a large array with uniform levels."""
     return [
@@ -232,6 +245,16 @@ RMS_NORM_BACKWARD = (
     _norm("llama_1b, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
     _norm("llama_7b, 4 bits", (TOKENS, 4096), 4),
     _norm("llama3_3b, 4 bits", (TOKENS, 3072), 4),
+)
+RMS_NORM_ENCODE = (
+    _norm_encode("4 bits, a group filled up", (9, 336), 4, **_NORMAL),
+    _norm_encode("two planes, float32", (5, 256), 5, jnp.float32, rotate=True),
+    *(
+        _norm_encode(
+            f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), 4, **_NORMAL
+        )
+        for name, width in {"llama_1b": 2048, "llama_7b": 4096, "smollm2_135m": 576}.items()
+    ),
 )
 SWIGLU_BACKWARD = (
     _swiglu("whole groups", (9, 256), (4, 4)),

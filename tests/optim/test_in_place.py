@@ -143,7 +143,7 @@ def test_kernels_get_the_stacks(choose):
     step = jax.make_jaxpr(UPDATE.step)(params, state, INPUTS, jnp.zeros((DEPTH,)))
     counts = calls_on_layers(step)
     # A plane, a scale and an offset of each of three codes; two moments of three matrices.
-    assert counts["quantize"] == (3, 3)
+    assert counts["rms_norm_encode"] == (3, 3)
     assert counts["swiglu_encode"] == (6, 6)
     # Codes with the mean and the spread of their channels.
     assert counts["rms_norm_backward"] == (5, 0)
@@ -282,7 +282,7 @@ def test_a_gradient_by_layers_is_that_of_autodiff(choose, dtype):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=2**-6 * np.abs(b).max())
     counts = calls_on_layers(jax.make_jaxpr(by_layers)(params, inputs, jnp.zeros((DEPTH,))))
-    assert counts["quantize"] == (3, 3)
+    assert counts["rms_norm_encode"] == (3, 3)
     assert counts["swiglu_encode"] == (6, 6)
     assert counts["swiglu_backward"] == (10, 0)
 

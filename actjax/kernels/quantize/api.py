@@ -63,15 +63,21 @@ def _dims(
 
 
 def dims_of_inputs(
-    code: QuantizedCode, inputs: QuantizeInputs
+    code: QuantizedCode, inputs: QuantizeInputs, features: str | None = "features"
 ) -> tuple[QuantizeInputs, QuantizedCode] | None:
-    """Returns the `Dims` of what is encoded and of its code; None if parts draw other numbers."""
+    """Returns the `Dims` of what is encoded and of its code; None if parts draw other numbers.
+
+    Args:
+      code: the code.
+      inputs: what is encoded.
+      features: name of the axis of features; None if it cannot be split.
+    """
     if inputs.seed is not None:
         return None
-    result = code.dims()
+    result = code.dims(features)
     tokens_and_features = result.planes[0]
-    *tokens, features = tokens_and_features.names
-    by_sequence = None if inputs.mean is None else Dims((*tokens[:-1], features))
+    *tokens, last = tokens_and_features.names
+    by_sequence = None if inputs.mean is None else Dims((*tokens[:-1], last))
     channels = None if inputs.channels is None else Dims((None,))
     return QuantizeInputs(tokens_and_features, None, channels, by_sequence, by_sequence), result
 

@@ -1,0 +1,1 @@
+"""RMS normalization that also writes the code of its input."""
