@@ -218,14 +218,24 @@ def code_at(
     plane1 = arrays[1] + layer * STEP[1] + start * (GROUPS * GROUP * WIDTHS[-1] // 8)
     scale = arrays[2] + layer * STEP[2] + start * GROUPS
     offset = arrays[3] + layer * STEP[3] + start * GROUPS
-    mean, spread = 0.0, 0.0
+    column = group * GROUP + tl.arange(0, GROUP)[None, :]
+    mean, spread = channels_of(arrays, layer, sequence, column, FEATURES, GROUP, CODE)
+    return plane0, plane1, scale, offset, mean, spread
+
+
+@triton.jit
+def channels_of(
+    arrays, layer, sequence, column, FEATURES: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+):  # fmt: skip
+    """Means and spreads of some columns, [1, columns]; arguments as for `code_at`."""
     if CODE[1]:
-        column = group * GROUP + tl.arange(0, GROUP)[None, :]
+        STEP: tl.constexpr = CODE[3]
         exists = column < FEATURES if FEATURES % GROUP else None
         place = sequence * FEATURES + column
-        mean = load_scale(arrays[4] + layer * STEP[4] + place, exists)
-        spread = load_scale(arrays[5] + layer * STEP[5] + place, exists)
-    return plane0, plane1, scale, offset, mean, spread
+        mean = load_scale(arrays[4] + layer.to(tl.int64) * STEP[4] + place, exists)
+        return mean, load_scale(arrays[5] + layer.to(tl.int64) * STEP[5] + place, exists)
+    else:
+        return 0.0, 0.0
 
 
 @triton.jit
@@ -242,19 +252,44 @@ def decoded(
     GROUP: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """The numbers of a tile of a code, float32 [tokens, GROUP]."""
+    low, high = levels_of(code, levels, token, live, group, GROUPS, GROUP, CODE)
+    return rotated_back(
+        low, high, low_matrix, high_matrix, code, code[4], code[5], tl.arange(0, GROUP)[None, :],
+        token, live, group, GROUPS, GROUP, CODE,
+    )  # fmt: skip
+
+
+@triton.jit
+def levels_of(
+    code, levels, token, live, group, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+):  # fmt: skip
+    """The levels of a tile of a code, in halves [tokens, GROUP // 2]."""
     WIDTHS: tl.constexpr = CODE[0]
     low, high = _load_plane(code[0], token, live, group, GROUPS, GROUP, WIDTHS[0])
     if len(WIDTHS) > 1:
         low_above, high_above = _load_plane(code[1], token, live, group, GROUPS, GROUP, WIDTHS[1])
         low, high = low | low_above << WIDTHS[0], high | high_above << WIDTHS[0]
     # Registers cannot be indexed, but the cache answers such loads.
-    x = tl.dot(tl.load(levels + low).to(low_matrix.dtype), low_matrix)
-    x = tl.dot(tl.load(levels + high).to(high_matrix.dtype), high_matrix, x)
+    return tl.load(levels + low), tl.load(levels + high)
+
+
+@triton.jit
+def rotated_back(
+    low, high, low_matrix, high_matrix, code, mean, spread, lane, token, live, group,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """The numbers of some columns of a tile, float32 [tokens, columns].
+
+    `lane` has the places of these columns in the group, [1, columns]; both matrices have them only,
+    and `mean` and `spread` are theirs.
+    """
+    x = tl.dot(low.to(low_matrix.dtype), low_matrix)
+    x = tl.dot(high.to(high_matrix.dtype), high_matrix, x)
     x *= (load_scale(code[2] + token * GROUPS + group, live) * GROUP**-0.5)[:, None]
     if CODE[2] is not None:
         offset = load_scale(code[3] + token * GROUPS + group, live) * (CODE[2] * GROUP**0.5)
-        x += tl.where((tl.arange(0, GROUP) == 0)[None, :], offset[:, None], 0.0)
-    return tl.fma(x, code[5], code[4]) if CODE[1] else x
+        x += tl.where(lane == 0, offset[:, None], 0.0)
+    return tl.fma(x, spread, mean) if CODE[1] else x
 
 
 @triton.jit

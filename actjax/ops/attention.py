@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax._gpu import is_before_ampere
 from actjax.codecs import Codec, Exact
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.quantize.api import quantize
+from actjax.kernels.rope_decode.api import rope_decode
+from actjax.kernels.rope_encode.api import rope_encode
 from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention_implementations import IMPLEMENTATIONS
 from actjax.ops.mask import Mask
@@ -124,7 +129,7 @@ def attention(
             merged = run(inputs, side_inputs)
             return merged if merge_heads else merged.reshape(q.shape)
     else:
-        run = from_merged(q, k, mask, norm, implementation, on_devices)
+        run = from_merged(q, k, mask, norm, implementation, on_devices, rope is not None)
         side_inputs = side_inputs_of(segments, rope, norm)
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
@@ -150,6 +155,7 @@ def from_merged(
     norm: HeadNorm | None,
     implementation: Implementation | None,
     on_devices: OnDevices | None,
+    has_rope: bool,
 ) -> Callable[[Any, SideInputs], jax.Array]:
     """Returns exact attention as a function of (q, k, v), with merged heads, and of `SideInputs`.
 
@@ -162,18 +168,75 @@ def from_merged(
       norm: only its `eps` is read.
       implementation: as for `attention`.
       on_devices: as for `attention`.
+      has_rope: whether q and k are rotated.
     """
     attend = _Attend(_function_of(implementation, q.dtype), mask, "", on_devices)
     shapes = q.shape, k.shape, k.shape
-    eps = None if norm is None else norm.eps
+    if norm is None and has_rope:
+        return _Rotated(attend, shapes)
+    return _Merged(attend, shapes, None if norm is None else norm.eps)
 
-    def run(merged: tuple[jax.Array, jax.Array, jax.Array], side_inputs: SideInputs) -> jax.Array:
-        q, k, v = (x.reshape(shape) for x, shape in zip(merged, shapes, strict=True))
+
+@dataclasses.dataclass(frozen=True)
+class _Merged:
+    """Attention of merged heads.
+
+    Attributes:
+      attend: attention of heads that are ready.
+      shapes: shapes of q, k and v, [B, S, H, D].
+      eps: as for `HeadNorm`; None for no norm.
+    """
+
+    attend: "_Attend"
+    shapes: tuple[tuple[int, ...], ...]
+    eps: float | None = None
+
+    def __call__(self, merged: Any, side_inputs: SideInputs) -> jax.Array:
         segments, rope, scales = side_inputs
-        norm = None if eps is None else HeadNorm(scales[0], scales[1], eps)
-        return attend((*_prepare(q, k, rope, norm, ""), v), segments)
+        q, k, v = self.heads(merged)
+        norm = None if self.eps is None else HeadNorm(scales[0], scales[1], self.eps)
+        return self.attend((*_prepare(q, k, rope, norm, ""), v), segments)
 
-    return run
+    def heads(self, merged: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns arrays of merged heads as [B, S, H, D]."""
+        return tuple(x.reshape(shape) for x, shape in zip(merged, self.shapes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rotated(_Merged):
+    """Attention of heads that RoPE rotates, where they are encoded and where they are decoded."""
+
+    reads_arrays: ClassVar[bool] = False
+
+    def with_codes(
+        self, inputs: Sequence[QuantizeInputs], formats: Sequence[Format], side_inputs: SideInputs
+    ) -> tuple[jax.Array, Sequence[QuantizedCode]]:
+        """As `actjax._core.coded_call.WritesCodes`."""
+        segments, tables, _ = side_inputs
+        pairs = zip(inputs[:2], formats[:2], strict=True)
+        q, k = (rope_encode(x, *tables, format=format) for x, format in pairs)
+        of_v = quantize(inputs[2], format=formats[2])
+        value = self.attend(self.heads((q[0], k[0], inputs[2].x)), segments)
+        return value, (q[1], k[1], of_v)
+
+    def from_codes(
+        self,
+        codes: tuple[QuantizedCode, QuantizedCode, QuantizedCode],
+        side_inputs: SideInputs,
+        cotangent: jax.Array,
+        with_value: bool,
+    ) -> tuple[jax.Array | None, tuple[jax.Array, ...], SideInputs]:
+        """As `actjax._core.coded_call.FromCodes`."""
+        segments, tables, _ = side_inputs
+        cos, sin = tables
+        merged = *(rope_decode(code, cos, sin) for code in codes[:2]), dequantize(codes[2])
+        run = lambda *qkv: self.attend(qkv, segments)  # noqa: E731
+        value, pullback = jax.vjp(run, *self.heads(merged))
+        dq, dk, dv = pullback(cotangent)
+        # The transpose of a rotation is the opposite one.
+        of_inputs = apply_rope(dq, cos, -sin), apply_rope(dk, cos, -sin), dv
+        dmerged = tuple(x.reshape(y.shape) for x, y in zip(of_inputs, merged, strict=True))
+        return value if with_value else None, dmerged, (None, (None, None), None)
 
 
 def _prepare(

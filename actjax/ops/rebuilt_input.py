@@ -208,7 +208,7 @@ def attention_linear(
     """
     mask = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    attend = from_merged(q, k, mask, norm, implementation, on_devices)
+    attend = from_merged(q, k, mask, norm, implementation, on_devices, rope is not None)
     side_inputs = side_inputs_of(segments, rope, norm)
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")

@@ -1,10 +1,9 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021); its backward pass holds two tables."""
 
 import jax
-import numpy as np
 
 from actjax._core.checks import check_floating
-from actjax._math.precision import accumulation_dtype
+from actjax.kernels.rope_encode.reference import value
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -37,11 +36,7 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    halves = x.reshape(*x.shape[:-1], 2, -1).astype(accumulation_dtype(x.dtype))
-    # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
-    opposite = halves[..., ::-1, :] * np.asarray([[-1], [1]], halves.dtype)
-    rotated = halves * cos[:, None, None] + opposite * sin[:, None, None]
-    return rotated.astype(x.dtype).reshape(x.shape)
+    return value(x, cos, sin)
 
 
 def _rope_fwd(x, cos, sin):

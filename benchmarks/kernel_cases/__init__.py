@@ -9,6 +9,8 @@ from actjax.kernels.dispatch import Kernel
 from actjax.kernels.quantize.api import KERNEL as QUANTIZE
 from actjax.kernels.rms_norm_backward.api import KERNEL as RMS_NORM_BACKWARD
 from actjax.kernels.rms_norm_encode.api import KERNEL as RMS_NORM_ENCODE
+from actjax.kernels.rope_decode.api import KERNEL as ROPE_DECODE
+from actjax.kernels.rope_encode.api import KERNEL as ROPE_ENCODE
 from actjax.kernels.swiglu_backward.api import KERNEL as SWIGLU_BACKWARD
 from actjax.kernels.swiglu_encode.api import KERNEL as SWIGLU_ENCODE
 from benchmarks.kernel_cases import optimizers, tokens
@@ -29,6 +31,8 @@ KERNELS: dict[str, Entry] = {
     "swiglu_encode": Entry(SWIGLU_ENCODE, tokens.SWIGLU_ENCODE),
     "rms_norm_backward": Entry(RMS_NORM_BACKWARD, tokens.RMS_NORM_BACKWARD),
     "rms_norm_encode": Entry(RMS_NORM_ENCODE, tokens.RMS_NORM_ENCODE),
+    "rope_encode": Entry(ROPE_ENCODE, tokens.ROPE_ENCODE),
+    "rope_decode": Entry(ROPE_DECODE, tokens.ROPE_DECODE),
     "adam_8bit": Entry(ADAM_8BIT, optimizers.ADAM_8BIT),
     "adam_4bit_maxima": Entry(adam_4bit.MAXIMA, optimizers.ADAM_4BIT_MAXIMA),
     "adam_4bit": Entry(adam_4bit.KERNEL, optimizers.ADAM_4BIT),

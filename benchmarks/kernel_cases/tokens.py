@@ -148,6 +148,37 @@ def _norm_encode(
     return _case(_norm_inputs, name, sizes, dtype, options, codec=codec)
 
 
+def _rope_inputs(*args: Any, head: int, **sizes: Any) -> tuple[Any, ...]:
+    (inputs,) = _quantize_inputs(*args, outliers=0, **sizes)
+    mean, spread = (None if x is None else x[None] for x in (inputs.mean, inputs.spread))
+    rows = dataclasses.replace(inputs, x=inputs.x[None], mean=mean, spread=spread)
+    return rows, *_tables(len(inputs.x), head)
+
+
+def _rope_code(*args: Any, head: int, **sizes: Any) -> tuple[Any, ...]:
+    (code,) = _one_code(*args, **sizes)
+    return jax.tree.map(lambda x: x[None], code), *_tables(len(code.scale), head)
+
+
+def _tables(positions: int, head: int) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of RoPE."""
+    frequencies = 10000.0 ** -(jnp.arange(0, head, 2) / head)
+    angles = jnp.arange(positions)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rope(
+    name: str, sizes: Any, head: int, bits: int, dtype: Any = jnp.bfloat16, **settings: Any
+) -> tuple[Case, Case]:
+    """Returns a case of `rope_encode` and one of `rope_decode`."""
+    codec = Quantized(bits, **settings)
+    options, common = {"format": codec.format_of(sizes[-1])}, {"head": head, "codec": codec}
+    return (
+        _case(_rope_inputs, name, sizes, dtype, options, **common),
+        _case(_rope_code, name, sizes, dtype, **common),
+    )
+
+
 def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
     """Returns cases of a large array with uniform levels."""
     return [
@@ -245,6 +276,14 @@ RMS_NORM_BACKWARD = (
     _norm("llama_1b, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
     _norm("llama_7b, 4 bits", (TOKENS, 4096), 4),
     _norm("llama3_3b, 4 bits", (TOKENS, 3072), 4),
+)
+ROPE_ENCODE, ROPE_DECODE = zip(
+    _rope("two heads a group, a group filled up", (9, 192), 64, 4, **_NORMAL),
+    _rope("heads of 32, two planes", (5, 256), 32, 5, rotate=True),
+    _rope("heads of two groups, float32", (5, 512), 256, 6, jnp.float32, rotate=True),
+    _rope("llama_1b query, 5 bits, balanced, rotated", (TOKENS, 2048), 64, 5, **_BALANCED),
+    _rope("llama_7b query, 5 bits, balanced, rotated", (TOKENS, 4096), 128, 5, **_BALANCED),
+    strict=True,
 )
 RMS_NORM_ENCODE = (
     _norm_encode("4 bits, a group filled up", (9, 336), 4, **_NORMAL),

@@ -41,7 +41,7 @@ _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
-_UNREAD = re.compile(r"actjax_(quantize|rms_norm_encode|swiglu_encode|copies)/")
+_UNREAD = re.compile(r"actjax_(quantize|(rms_norm|rope|swiglu)_encode|copies)/")
 """Kernels that do not read the arrays that they write into."""
 
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"

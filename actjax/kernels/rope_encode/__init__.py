@@ -1,0 +1,1 @@
+"""Rotary position embedding that also writes the code of its input."""

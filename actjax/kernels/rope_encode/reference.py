@@ -1,0 +1,30 @@
+"""The definition of `rope_encode`: plain JAX, never tuned."""
+
+import jax
+import numpy as np
+
+from actjax._math.precision import accumulation_dtype
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
+from actjax.formats.quantize import quantize
+
+
+def rope_encode(
+    inputs: QuantizeInputs, cos: jax.Array, sin: jax.Array, *, format: Format
+) -> tuple[jax.Array, QuantizedCode]:
+    """As `actjax.kernels.rope_encode.api.rope_encode`."""
+    return value(inputs.x, cos, sin), quantize(inputs, format=format)
+
+
+def value(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Returns `x` [B, S, ...] with the pairs (i, i + D/2) of each head of D numbers rotated.
+
+    Args:
+      x: heads are D numbers next to each other.
+      cos: [S, D / 2].
+      sin: [S, D / 2].
+    """
+    halves = x.reshape(*x.shape[:2], -1, 2, cos.shape[-1]).astype(accumulation_dtype(x.dtype))
+    # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
+    opposite = halves[..., ::-1, :] * np.asarray([[-1], [1]], halves.dtype)
+    rotated = halves * cos[:, None, None] + opposite * sin[:, None, None]
+    return rotated.astype(x.dtype).reshape(x.shape)
