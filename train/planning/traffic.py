@@ -265,6 +265,9 @@ def _called(made: _Instruction, *names: str) -> list[str]:
 
 def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int) -> float:
     """Returns the bytes that a kernel reads and writes in one run."""
+    around, called = _without_slices(bodies, body, made)
+    if "output_to_operand_aliasing" in called.line:
+        body, made = around, called
     operands = [body[name] for name in made.operands if name in body]
     fused = _called(made, "calls") if made.operation == "fusion" else []
     if fused:

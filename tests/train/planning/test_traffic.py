@@ -187,6 +187,30 @@ ENTRY %main (w: bf16[6,8,5], i: s32[], x: bf16[4,8]) -> (bf16[4,5], s8[64]) {
     assert kernel.moved == 2 * (8 * 5 + 4 * 8 + 4 * 5) + 64 + 4
 
 
+def test_a_call_that_is_fused_with_a_slice_writes_one_entry_of_a_stack():
+    # As XLA of JAX 0.12 writes it, if the call also reads a slice of another stack.
+    text = """%sliced (p0: bf16[6,8], p1: s32[], p2: bf16[4,8], p3: u8[6,4,8]) -> (bf16[4,8]) {
+  %p0 = bf16[6,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[4,8]{1,0} parameter(2)
+  %p3 = u8[6,4,8]{2,1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %taken = bf16[1,8]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,8}
+  ROOT %call = (bf16[4,8]{1,0}, u8[6,4,8]{2,1,0}) custom-call(%p2, %taken, %p3), \
+custom_call_target="triton_kernel_call_ffi", output_to_operand_aliasing={{1}: (2, {})}, \
+metadata={op_name="jit/jvp(actjax.norm_linear)/actjax_rms_norm_encode/triton_kernel_call"}
+}
+"""
+    fusion = "(bf16[4,8]{1,0}, u8[6,4,8]{2,1,0}) fusion(%from, %i, %x, %into), calls=%sliced"
+    step = text + STEP.split("HloModule step")[1].replace(
+        "custom-call(%from, %x), custom_call_target", f"custom-call(%x)\n  %k = {fusion}, old"
+    )
+    (kernel,) = [k for k in kernels_of(step) if k.name == "k"]
+    assert kernel.operator == "actjax_rms_norm_encode"
+    # The input, its scale, the value and the codes.
+    assert kernel.moved == 6 * (4 * 8 * 2 + 8 * 2 + 4 * 8 * 2 + 4 * 8)
+
+
 def test_a_fusion_that_runs_beside_others_counts_once():
     start = STEP.replace(
         "%x = bf16[4,8]{1,0} fusion(",
