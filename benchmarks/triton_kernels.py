@@ -53,6 +53,8 @@ class Config:
         "smollm2_135m block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b, 4 bits, normal levels, balanced, rotated",
         "llama_7b, 4 bits, normal levels, balanced, rotated",
+        "llama_1b query, 5 bits, balanced, rotated",
+        "llama_7b query, 5 bits, balanced, rotated",
         "llama_1b, exact",
         "llama_1b gate",
         "llama_7b gate",

@@ -19,7 +19,9 @@ from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+from actjax.kernels.rms_norm_encode.api import rms_norm_encode
 from actjax.kernels.swiglu_backward.api import swiglu_backward
+from actjax.kernels.swiglu_encode.api import swiglu_encode
 from train.planning.devices import TPUS, compile_for
 
 CODEC = Quantized(4, levels="normal", rotate=True, group=128, balance=True)
@@ -81,6 +83,37 @@ def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
     )
 
 
+@pytest.mark.parametrize(("dtype", "features"), [("bfloat16", 341), slow("float32", 384)])
+def test_values_beside_codes_are_those_of_the_definition(dtype, features):
+    x, y = activation((2, 9, features), dtype), activation((2, 9, features), dtype)[:, ::-1]
+
+    @jax.jit
+    def by_all(x, y, scale):
+        inputs = [QuantizeInputs(v, mean=m, spread=s) for v, m, s in map(statistics, (x, y))]
+        formats = CODEC.format, CODEC.format
+        both = [
+            (
+                swiglu_encode(*inputs, formats=formats, features=features - 3, implementation=name),
+                rms_norm_encode(inputs[0], scale, format=CODEC.format, implementation=name),
+            )
+            for name in BOTH
+        ]
+        # The program of `quantize` writes the same codes.
+        alone = [quantize(v, format=CODEC.format, implementation="mosaic") for v in inputs]
+        return both, alone
+
+    def statistics(x):
+        return x, *balance_of(x, "bfloat16")
+
+    ((swiglu, norm), want), alone = by_all(x, y, activation((2, 9, features), "float32")[1, 1])
+    jax.tree.map(np.testing.assert_array_equal, [*swiglu[1:], norm[1]], [*alone, alone[0]])
+    # A dozen roundings in float32, then one.
+    tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
+    for got, exact in zip((swiglu, norm), want, strict=True):
+        got, exact = (np.asarray(v[0], "float32") for v in (got, exact))
+        np.testing.assert_allclose(got, exact, rtol=tolerance, atol=tolerance)
+
+
 def test_a_tpu_falls_back_to_the_definition(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     quantized = functools.partial(quantize, format=Quantized(3, group=8).format)
@@ -135,26 +168,35 @@ def test_large_moments_are_updated_some_rows_at_a_time(monkeypatch):
         jax.eval_shape(lambda *numbers: both(*numbers), *numbers)
 
 
+def programs(x, code):
+    """Returns the results of all programs but the backward passes."""
+    inputs = QuantizeInputs(x, mean=code.mean, spread=code.spread)
+    formats, scale = (CODEC.format, CODEC.format), jnp.ones(x.shape[-1], x.dtype)
+    return (
+        quantize(inputs, format=CODEC.format),
+        dequantize(code),
+        rms_norm_encode(inputs, scale, format=CODEC.format),
+        swiglu_encode(inputs, inputs, formats=formats),
+    )
+
+
 @pytest.mark.parametrize("features", [2048, slow(5461)])
 def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     x = jax.ShapeDtypeStruct((8, 1024, features), "bfloat16")
     code = jax.eval_shape(CODEC.encode, x)
 
-    def both(x, mean, spread, code):
-        coded = quantize(QuantizeInputs(x, mean=mean, spread=spread), format=CODEC.format)
-        return coded, dequantize(code)
-
-    traced = jax.jit(both).trace(x, code.mean, code.spread, code)
-    text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 2
+    text = jax.jit(programs).trace(x, code).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 4
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
 @pytest.mark.parametrize("name", TPUS)
 def test_programs_compile_for_tpus(name):
-    code = jax.eval_shape(CODEC.encode, jax.ShapeDtypeStruct((2, 256, 5461), "bfloat16"))
+    x = jax.ShapeDtypeStruct((2, 256, 5504), "bfloat16")
+    code = jax.eval_shape(CODEC.encode, x)
     with compile_for(TPUS[name]) as place:
-        program = jax.jit(dequantize).lower(place(code)).compile()
-    assert "actjax_dequantize" in program.as_text()
+        text = jax.jit(programs).lower(place(x), place(code)).compile().as_text()
+    for kernel in ("quantize", "dequantize", "rms_norm_encode", "swiglu_encode"):
+        assert f"actjax_{kernel}" in text

@@ -73,6 +73,7 @@ KERNEL = Kernel(
     "rms_norm_encode",
     reference.rms_norm_encode,
     _dims,
+    mosaic="actjax.kernels.rms_norm_encode.mosaic",
     triton="actjax.kernels.rms_norm_encode.triton",
     parts=_parts,
     writes_layers="results",

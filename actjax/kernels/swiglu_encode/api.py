@@ -95,6 +95,7 @@ KERNEL = Kernel(
     "swiglu_encode",
     reference.swiglu_encode,
     _dims,
+    mosaic="actjax.kernels.swiglu_encode.mosaic",
     triton="actjax.kernels.swiglu_encode.triton",
     parts=_parts,
     writes_layers="results",
