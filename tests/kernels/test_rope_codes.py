@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernels.kernel_cases import TINY, f64, gpu_named, normal
 
+import actjax
 from actjax import Quantized
 from actjax.codecs.quantized import QuantizeInputs
 from actjax.kernels.dequantize.api import dequantize
@@ -102,3 +103,30 @@ def test_gradients_are_those_of_the_definition():
     dx, cotangent = gradients()
     want = rotated(np.asarray(cotangent), TABLES[0], -TABLES[1])
     np.testing.assert_allclose(dx, want, atol=4 * TINY * 2)
+
+
+@pytest.mark.parametrize("settings", [{"balance": True}, {"rounding": "dither"}], ids=str)
+def test_attention_has_the_gradient_at_the_decoded_heads(settings):
+    codec, key = Quantized(4, 16, **settings), jax.random.key(3)
+    key = key if codec.needs_key else None
+    heads = [normal(2, 6, n, 8, seed=n) for n in (8, 4, 2)]
+    heads[2] = heads[2].repeat(2, axis=2)
+    segments = np.repeat([[0, 1]], 3, axis=1).repeat(2, axis=0)
+
+    @jax.jit
+    def gradients():
+        def value(*qkv, **options):
+            return actjax.attention(*qkv, rope=TABLES, segments=segments, **options)
+
+        got = jax.vjp(functools.partial(value, codec=codec, key=key), *heads)
+        merged = [x.reshape(2, 6, -1) for x in heads]
+        keys = [key if key is None else jax.random.fold_in(key, i) for i in range(3)]
+        decoded = [codec.decode(codec.encode(*both)) for both in zip(merged, keys, strict=True)]
+        decoded = [x.reshape(y.shape) for x, y in zip(decoded, heads, strict=True)]
+        dy = jnp.sin(got[0])
+        return got[0], value(*heads), got[1](dy), jax.vjp(value, *decoded)[1](dy)
+
+    result, exact, got, want = gradients()
+    np.testing.assert_array_equal(result, exact)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=256 * TINY, atol=256 * TINY * abs(b).max())
