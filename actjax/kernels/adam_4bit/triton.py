@@ -73,9 +73,8 @@ def launch(
     # A second moment that has no codes has no new scales, and those of the first are not read.
     new = [*scales, *scales][:4]
     read = [rows(whole), *moments.scales_of(mu, nu), *new]
-    tile = min(
-        max(1, block_for("actjax_adam_4bit")["NUMBERS"] // mu.group), 2 ** (d - 1).bit_length()
-    )
+    most = block_for("actjax_adam_4bit")["NUMBERS"] // mu.group
+    tile = min(max(1, most), triton.next_power_of_2(d))
     programs = count * triton.cdiv(d, tile) * triton.cdiv(n, mu.group)
     # Each half of the bytes has its own sums.
     of_tail = triton_tail.operands(tail, rows, 2 * programs)
