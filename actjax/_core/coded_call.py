@@ -156,9 +156,7 @@ def value_and_codes(
 
     The arguments are those of `coded_call`; `fun` may be `WritesCodes`.
     """
-    # A subclass may encode in its own way.
-    are_plain = all(type(codec) is Quantized for codec in codecs) and _are_in_groups(codecs)
-    if not (isinstance(fun, WritesCodes) and are_plain):
+    if not (isinstance(fun, WritesCodes) and _are_in_groups(codecs)):
         activations, codes = encode_all(activations, codecs, key, operator, names)
         return fun(activations, others), codes
     quantized = cast(Sequence[Quantized], codecs)
@@ -215,8 +213,11 @@ def _reads(fun: FromCodes, codecs: Sequence[Decodes]) -> bool:
 
 
 def _are_in_groups(codecs: Sequence[Any]) -> bool:
-    """Returns whether all codecs are `Quantized`, with scales of groups."""
-    return all(isinstance(codec, Quantized) and codec.scaling == "group" for codec in codecs)
+    """Returns whether all codecs are `Quantized`, with scales of groups.
+
+    A subclass may encode and decode in its own way.
+    """
+    return all(type(codec) is Quantized and codec.scaling == "group" for codec in codecs)
 
 
 def split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:

@@ -21,6 +21,7 @@ from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention_implementations import IMPLEMENTATIONS
 from actjax.ops.mask import Mask
 from actjax.ops.norm import rms_norm
+from actjax.ops.rope import check_tables
 from actjax.ops.rope import rope as apply_rope
 from actjax.ops.splash import splash_or
 from actjax.weights.lora import LowRankSum
@@ -212,9 +213,11 @@ class _Rotated(_Merged):
         self, inputs: Sequence[QuantizeInputs], formats: Sequence[Format], side_inputs: SideInputs
     ) -> tuple[jax.Array, Sequence[QuantizedCode]]:
         """As `actjax._core.coded_call.WritesCodes`."""
-        segments, tables, _ = side_inputs
+        segments, (cos, sin), _ = side_inputs
+        # The kernel does not know where a head ends.
+        check_tables(self.shapes[0], cos, sin)
         pairs = zip(inputs[:2], formats[:2], strict=True)
-        q, k = (rope_encode(x, *tables, format=format) for x, format in pairs)
+        q, k = (rope_encode(x, cos, sin, format=format) for x, format in pairs)
         of_v = quantize(inputs[2], format=formats[2])
         value = self.attend(self.heads((q[0], k[0], inputs[2].x)), segments)
         return value, (q[1], k[1], of_v)
@@ -227,8 +230,7 @@ class _Rotated(_Merged):
         with_value: bool,
     ) -> tuple[jax.Array | None, tuple[jax.Array, ...], SideInputs]:
         """As `actjax._core.coded_call.FromCodes`."""
-        segments, tables, _ = side_inputs
-        cos, sin = tables
+        segments, (cos, sin), _ = side_inputs
         merged = *(rope_decode(code, cos, sin) for code in codes[:2]), dequantize(codes[2])
         run = lambda *qkv: self.attend(qkv, segments)  # noqa: E731
         value, pullback = jax.vjp(run, *self.heads(merged))
@@ -236,7 +238,7 @@ class _Rotated(_Merged):
         # The transpose of a rotation is the opposite one.
         of_inputs = apply_rope(dq, cos, -sin), apply_rope(dk, cos, -sin), dv
         dmerged = tuple(x.reshape(y.shape) for x, y in zip(of_inputs, merged, strict=True))
-        return value if with_value else None, dmerged, (None, (None, None), None)
+        return value if with_value else None, dmerged, (None, None, None)
 
 
 def _prepare(

@@ -25,13 +25,18 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
       TypeError: `x` is not floating point.
     """
     check_floating("x", x)
-    expected = (x.shape[1], x.shape[-1] // 2) if x.ndim == 4 and x.shape[-1] % 2 == 0 else None
+    check_tables(x.shape, cos, sin)
+    return _rope(x, cos, sin)
+
+
+def check_tables(shape: tuple[int, ...], cos: jax.Array, sin: jax.Array) -> None:
+    """Raises a `ValueError` unless tables fit an array of this shape."""
+    expected = (shape[1], shape[-1] // 2) if len(shape) == 4 and shape[-1] % 2 == 0 else None
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(
             "`x` must be [B, S, H, D] with D even, and `cos` and `sin` [S, D / 2],"
-            f" got x{x.shape}, cos{cos.shape}, sin{sin.shape}."
+            f" got x{shape}, cos{cos.shape}, sin{sin.shape}."
         )
-    return _rope(x, cos, sin)
 
 
 @jax.custom_vjp

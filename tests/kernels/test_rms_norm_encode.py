@@ -16,7 +16,7 @@ from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_encode.api import rms_norm_encode
 
 FORMAT = Quantized(4, group=16, scale_dtype="float32").format
-X, SCALE = normal(4, 32), normal(32, seed=1)
+X, SCALE, Y = normal(4, 32), normal(32, seed=1), normal(4, 32, seed=2)
 
 
 def encoded(x, scale, **options):
@@ -72,6 +72,25 @@ def test_an_operator_holds_the_code_that_its_codec_makes(settings):
     got, want = gradients()
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=64 * TINY, atol=64 * TINY)
+
+
+class Doubled(Quantized):
+    """A codec of a user, which decodes in its own way."""
+
+    def decode(self, code):
+        return 2 * super().decode(code)
+
+
+def test_a_subclass_decodes_in_its_own_way():
+    @jax.jit
+    def gradients():
+        norm = functools.partial(actjax.rms_norm, scale=SCALE)
+        own = jax.grad(lambda x: jnp.vdot(norm(x, codec=Doubled(4, 16)), Y))(X)
+        decoded = Quantized(4, 16).decode(Quantized(4, 16).encode(X))
+        return own, jax.vjp(norm, 2 * decoded)[1](Y)[0]
+
+    got, want = gradients()
+    np.testing.assert_allclose(got, want, rtol=64 * TINY, atol=64 * TINY)
 
 
 def test_wrong_arguments_are_named():

@@ -1,6 +1,7 @@
 """Tests of `rope_encode` and `rope_decode`: rotated numbers beside codes, and from codes."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,3 +131,25 @@ def test_attention_has_the_gradient_at_the_decoded_heads(settings):
     np.testing.assert_array_equal(result, exact)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=256 * TINY, atol=256 * TINY * abs(b).max())
+
+
+class Tables(NamedTuple):
+    """Tables of a user."""
+
+    cos: Any
+    sin: Any
+
+
+def test_tables_are_taken_from_any_container_and_must_fit_the_heads():
+    q = normal(2, 6, 2, 8)
+
+    def value(tables):
+        return lambda q: actjax.attention(q, q, q, rope=tables, codec=Quantized(4, 16))
+
+    containers = [TABLES, list(TABLES), Tables(*TABLES), np.stack(TABLES)]
+    shapes = [jax.eval_shape(jax.grad(lambda q: jnp.sum(value(x)(q))), q) for x in containers]
+    assert {x.shape for x in shapes} == {q.shape}
+    for wrong in ([x[:, :2] for x in TABLES], [np.tile(x, 2) for x in TABLES]):
+        # Also where no gradient is computed in the end.
+        with pytest.raises(ValueError, match=r"`x` must be \[B, S, H, D\] .* got x\(2, 6, 2, 8\)"):
+            jax.eval_shape(lambda q: jax.vjp(value(wrong), q)[0], q)

@@ -171,7 +171,7 @@ def actjax_adam_4bit(
     if SECOND == "codes":
         tl.store(nu + byte, (low_second | high_second << 4).to(tl.uint8), live)
     scale = tl.maximum(
-        moments.largest(tl.abs(low), 1), moments.largest(tl.abs(high), 1),
+        moments.largest(low, 1), moments.largest(high, 1),
         propagate_nan=tl.PropagateNan.ALL,
     )[:, None]  # fmt: skip
     tl.store(mu_scale + of_group, scale, live)

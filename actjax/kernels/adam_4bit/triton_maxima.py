@@ -105,10 +105,8 @@ def actjax_adam_4bit_maxima(
             mask = exists if live is None else live if exists is None else live & exists
             g = moments.gradient(grad, factor, row * FEATURES + column, mask, SCALED)
             scales = tl.load(mu_column + column, exists)
-            first = tl.abs(
-                moments.first_moment(
-                    first_codes, scale, first_row, scales, g, levels, half, HYPER[0], HYPER[1]
-                )
+            first = moments.first_moment(
+                first_codes, scale, first_row, scales, g, levels, half, HYPER[0], HYPER[1]
             )
             if mask is not None:
                 first = tl.where(mask, first, 0.0)

@@ -53,7 +53,7 @@ def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.cons
     """The new first moments of a half of the bytes, `B1 m + C1 g`."""
     # Registers cannot be indexed, but the cache answers such loads.
     level = tl.load(levels + (codes >> 4 * HALF & 15))
-    return B1 * (level * scale * tl.minimum(row_scale, column_scale)) + C1 * g
+    return B1 * (level * scale * _smaller(row_scale, column_scale)) + C1 * g
 
 
 @triton.jit
@@ -65,17 +65,22 @@ def second_moment(
         # The bits of 2^23 and a number below 16.
         index = (codes >> 4 * HALF & 15 | 0x4B000000).to(tl.float32, bitcast=True)
         level = (index - 8388607.0) * 0.0625
-        return B2 * (level * tl.minimum(row_scale, column_scale)) + C2 * (g * g)
+        return B2 * (level * _smaller(row_scale, column_scale)) + C2 * (g * g)
     product = row_scale * column_scale
     # As `reference.product`: not a number either.
     return tl.where(product < float("inf"), product, float("inf"))
 
 
 @triton.jit
+def _smaller(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def largest(x, AXIS: tl.constexpr):
-    """The largest of numbers that are not negative, or NaN if one is."""
+    """The largest of magnitudes, or NaN if a number is."""
     # Integers are in the same order, and a maximum of them does not drop a NaN.
-    return tl.max(x.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit

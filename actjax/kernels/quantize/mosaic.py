@@ -58,9 +58,12 @@ class Blocks(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, x: jax.Array, tokens: int = lanes.TOKENS) -> "Blocks":
-        """Returns blocks of up to `tokens` tokens."""
+    def of(cls, x: jax.Array, tokens: int = lanes.TOKENS, size: int = 4 * 2**20) -> "Blocks":
+        """Returns blocks of up to `tokens` tokens, that take up to `size` bytes."""
         rows, length, features = x.shape
+        row = lanes.padded(features) * x.dtype.itemsize
+        while tokens * row > size:
+            tokens //= 2
         return cls((rows, length, features), min(tokens, length))
 
     @property

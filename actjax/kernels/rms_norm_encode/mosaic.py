@@ -28,7 +28,8 @@ def rms_norm_encode(
     interpret: bool,
 ) -> tuple[jax.Array, fmt.QuantizedCode]:
     """As `actjax.kernels.rms_norm_encode.api.rms_norm_encode`."""
-    blocks = quantize.Blocks.of(inputs.x)
+    # The value is in the memory of a core too.
+    blocks = quantize.Blocks.of(inputs.x, size=2 * 2**20)
     value, *code = pl.pallas_call(
         functools.partial(_kernel, blocks.features, eps),
         grid=blocks.grid,

@@ -12,8 +12,8 @@ from actjax.formats import code as fmt
 from actjax.kernels import lanes
 from actjax.kernels.quantize import mosaic as quantize
 
-_TOKENS = 64
-"""Tokens of a block: three arrays and two codes of them are in the memory of a core."""
+_SIZE = 2 * 2**20
+"""Bytes of a block: three such blocks and two codes are in the memory of a core, twice."""
 
 
 def refuses(gate: Any, up: Any, *, formats: Any, features: int | None) -> str | None:
@@ -32,7 +32,7 @@ def swiglu_encode(
     interpret: bool,
 ) -> tuple[jax.Array, fmt.QuantizedCode, fmt.QuantizedCode]:
     """As `actjax.kernels.swiglu_encode.api.swiglu_encode`."""
-    blocks = quantize.Blocks.of(gate.x, _TOKENS)
+    blocks = quantize.Blocks.of(gate.x, lanes.TOKENS // 2, _SIZE)
     exist = blocks.features if features is None else features
     value, *codes = pl.pallas_call(
         functools.partial(_kernel, blocks.features, exist),
