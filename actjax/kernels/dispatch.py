@@ -216,7 +216,7 @@ class Kernel:
             raise ValueError(
                 f"`implementation` {passed!r} of {self.name} {reason}: use 'reference'."
             )
-        # Few kernels have a program in Triton: the others keep their default.
+        # What a program in Triton cannot take keeps its default.
         return None if asked == "triton" else "reference"
 
     def refusal(
