@@ -216,7 +216,7 @@ class Kernel:
             raise ValueError(
                 f"`implementation` {passed!r} of {self.name} {reason}: use 'reference'."
             )
-        # What a program in Triton cannot take keeps its default.
+        # Arguments that a program in Triton refuses keep their default.
         return None if asked == "triton" else "reference"
 
     def refusal(

@@ -18,8 +18,8 @@ from actjax.formats.rotation import hadamard, signs_of
 
 LANES = 128
 _HALF = LANES // 2
-TOKENS = 128
-"""Tokens of a block. Of 512, the registers that wait take more memory than a core has."""
+_TOKENS = 128
+"""Tokens of a block at most. Of 512, the registers that wait take more memory than a core has."""
 _FORMAT = {"bits": 4, "group": LANES, "rounding": "nearest", "scale_dtype": "bfloat16",
            "levels": "normal", "rotate": True}  # fmt: skip
 
@@ -68,6 +68,17 @@ def refuses(format: fmt.Format, dtype: Any, shape: tuple[int, ...]) -> str | Non
 def padded(size: int) -> int:
     """Returns the lanes that a row of numbers takes."""
     return -(-size // LANES) * LANES
+
+
+def tokens_of(length: int, features: int, dtype: Any, size: int = 4 * 2**20) -> int:
+    """Returns the tokens of a block of an array, which takes up to `size` bytes.
+
+    A core has 16 MiB, for each block twice. 2 MiB of the widest row are 32 tokens, a tile of bytes.
+    """
+    tokens, row = _TOKENS, padded(features) * jnp.dtype(dtype).itemsize
+    while tokens * row > size:
+        tokens //= 2
+    return min(tokens, length)
 
 
 def matrix() -> np.ndarray:

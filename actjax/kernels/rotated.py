@@ -1,6 +1,6 @@
 """Codes of rotated groups that are rounded to the nearest level, for programs in Triton.
 
-What launches pass to the functions of `actjax.kernels.rotated_tiles`: arrays, results, constants.
+Arrays, results and constants that launches pass to functions of `actjax.kernels.rotated_tiles`.
 """
 
 import functools
@@ -16,6 +16,7 @@ from actjax.formats import code as fmt
 from actjax.formats.levels import index_terms, normal_levels
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import hadamard, signs_of
+from actjax.kernels import limits
 from actjax.kernels.layers import rows
 from actjax.kernels.triton_call import step
 
@@ -30,6 +31,13 @@ def refuses(format: fmt.Format) -> str | None:
     if format.group not in GROUPS:
         return f"takes groups of {GROUPS} features, got group={format.group}"
     return None
+
+
+def refuses_to_encode(inputs: fmt.QuantizeInputs, format: fmt.Format) -> str | None:
+    """Returns why the programs cannot encode an activation; None if they can."""
+    if inputs.channels is not None:
+        return "takes no outlier channels"
+    return refuses(format) or limits.refuses([format], inputs.x.dtype, inputs.x.shape)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from actjax.formats.packing import unpack
 from actjax.kernels.adam_8bit import rows
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.lanes import tokens_of
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.rms_norm_encode.api import rms_norm_encode
@@ -114,6 +115,17 @@ def test_values_beside_codes_are_those_of_the_definition(dtype, features):
         np.testing.assert_allclose(got, exact, rtol=tolerance, atol=tolerance)
 
 
+def test_blocks_of_wide_rows_have_fewer_tokens():
+    # That they fit is tested by `test_programs_compile_for_tpus`, which needs the extra tpu.
+    for width, dtype, tokens in [
+        (2048, "bfloat16", 128),
+        (8192, "float32", 64),
+        (9000, "float32", 32),
+    ]:
+        assert tokens_of(512, width, dtype, size=2**21) == tokens
+        assert tokens * width * jnp.dtype(dtype).itemsize <= 2**21
+
+
 def test_a_tpu_falls_back_to_the_definition(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     quantized = functools.partial(quantize, format=Quantized(3, group=8).format)
@@ -192,9 +204,12 @@ def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
-@pytest.mark.parametrize("name", TPUS)
-def test_programs_compile_for_tpus(name):
-    x = jax.ShapeDtypeStruct((2, 256, 5504), "bfloat16")
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [*((name, 5504, "bfloat16") for name in TPUS), ("v5e", 16384, "float32")],
+)
+def test_programs_compile_for_tpus(name, width, dtype):
+    x = jax.ShapeDtypeStruct((2, 256, width), dtype)
     code = jax.eval_shape(CODEC.encode, x)
     with compile_for(TPUS[name]) as place:
         text = jax.jit(programs).lower(place(x), place(code)).compile().as_text()

@@ -220,6 +220,24 @@ def hash_row():
     return {"kernel": "adam_4bit", "case": "random bits", **common}
 
 
+def nan_row(name):
+    """Returns whether NaN and inf in old scales and gradients are where the definition has them."""
+    kernel, cases = KERNELS[name]
+    case = next(case for case in cases if case.name == "a group left over")
+    grad, mu, nu, *others = nearest(case.make(jax.random.key(0)))
+    grad = grad.at[3, 5].set(-jnp.nan).at[4, 200].set(jnp.inf)
+    mu = dataclasses.replace(mu, columns=mu.columns.at[0, 9].set(jnp.nan))
+    nu = dataclasses.replace(nu, rows=nu.rows.at[2].set(jnp.nan))
+    args = grad, mu, nu, *others
+    program = getattr(importlib.import_module(kernel.triton), kernel.reference.__name__)
+    pairs = zip(*map(jax.tree.leaves, (program(*args, **case.options),
+                                       definition(kernel, case, args))), strict=True)  # fmt: skip
+    floats = [map(np.asarray, pair) for pair in pairs if pair[0].dtype == jnp.float32]
+    differing = max(float(np.mean(np.isfinite(a) != np.isfinite(b))) for a, b in floats)
+    common = {"in stacks": False, "error": 0.0, "differing": differing, "ok": differing == 0}
+    return {"kernel": name, "case": "not finite", **common}
+
+
 def row(name, case, *, in_stacks):
     """Returns how a case agrees with its definition; None if the program cannot take it."""
     kernel, args = KERNELS[name].kernel, nearest(case.make(jax.random.key(0)))
@@ -276,5 +294,6 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         pairs = [(name, x) for name in TAKE_TAILS for x in (False, True)]
         lines += [*(tail_row(name, in_stacks=x) for name, x in pairs), copies_row(), hash_row()]
+        lines += map(nan_row, ("adam_4bit_maxima", "adam_4bit"))
     print(*map(json.dumps, lines), sep="\n")
     sys.exit(not all(line["ok"] for line in lines))

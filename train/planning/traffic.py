@@ -41,6 +41,7 @@ _PRODUCT = re.compile(r'custom_call_target="__cublas|"kind":"__triton_(nested_)?
 _EXCHANGES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
 _HOST = "S(5)"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
+_ALIASES = re.compile(r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)")
 _UNREAD = re.compile(r"actjax_(quantize|(rms_norm|rope|swiglu)_encode|copies)/")
 """Kernels that do not read the arrays that they write into."""
 
@@ -266,7 +267,7 @@ def _called(made: _Instruction, *names: str) -> list[str]:
 def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int) -> float:
     """Returns the bytes that a kernel reads and writes in one run."""
     around, called = _without_slices(bodies, body, made)
-    if "output_to_operand_aliasing" in called.line:
+    if _ALIASES.search(called.line):
         body, made = around, called
     operands = [body[name] for name in made.operands if name in body]
     fused = _called(made, "calls") if made.operation == "fusion" else []
@@ -277,8 +278,6 @@ def _moved(bodies: dict[str, _Body], body: _Body, made: _Instruction, trips: int
         return 2 * _size(operands[1].shape)
     if made.operation in ("dynamic-slice", "slice", "gather"):
         return 2 * _size(made.shape)
-    if "AllocateBuffer" in made.line:
-        return 0
     if made.operation == "custom-call":
         return _moved_by_call(body, made, operands, trips)
     return sum(_size(x.shape) for x in (made, *operands))
@@ -290,9 +289,7 @@ def _moved_by_call(
     """Returns the bytes of a kernel whose operands may be stacks of which it reads one layer."""
     read = [_size_of_layer(_source(body, x).shape, trips) for x in operands]
     written = [_size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(made.shape)]
-    aliases = re.search(
-        r"output_to_operand_aliasing=\{(.*?)\}(?:, metadata|, backend|$)", made.line
-    )
+    aliases = _ALIASES.search(made.line)
     for result, operand in re.findall(r"\{(\d*)\}: \((\d+), ", aliases[1] if aliases else ""):
         written[int(result or 0)] = read[int(operand)]
         if _UNREAD.search(_path(made)):

@@ -72,7 +72,7 @@ def launch(
     replaced = [*map(rows, (mu.codes, mu.scales)), rows(nu.codes) if has_codes else dummy]
     # A second moment that has no codes has no new scales, and those of the first are not read.
     new = [*scales, *scales][:4]
-    read = [rows(whole), *moments.scales_of(mu, nu), *new]
+    read = [rows(whole), mu.rows, mu.columns, nu.rows, nu.columns, *new]
     most = block_for("actjax_adam_4bit")["NUMBERS"] // mu.group
     tile = min(max(1, most), triton.next_power_of_2(d))
     programs = count * triton.cdiv(d, tile) * triton.cdiv(n, mu.group)
@@ -99,11 +99,11 @@ def launch(
             "GROUP": mu.group,
             "TILE": tile,
             "SCALED": bool(factors),
-            "STEP": moments.steps_of(read),
+            "STEP": tuple(map(step, read)),
             "MOMENTS": tuple((isinstance(x, Layer), step(x)) for x in replaced),
             "HYPER": (b1, 1 - b1, b2, 1 - b2, eps, eps_root),
             "STOCHASTIC": (mu.stochastic, has_codes and nu.stochastic),
-            "SECOND": moments.kind_of(nu),
+            "SECOND": "codes" if has_codes else "means",
             "TAIL": of_tail.constants,
         },
         replaced=replaced,

@@ -13,7 +13,7 @@ from actjax.kernels.adam_4bit import triton_moments as moments
 from actjax.kernels.adam_4bit.limits import refuses
 from actjax.kernels.adam_4bit.reference import TILE
 from actjax.kernels.layers import Scaled, split_scaled
-from actjax.kernels.triton_call import Call
+from actjax.kernels.triton_call import Call, step
 
 __all__ = ["launch", "maxima", "refuses"]
 
@@ -35,7 +35,8 @@ def launch(
     count, steps, tiles = math.prod(stack), triton.cdiv(d, STEP), triton.cdiv(n, TILE)
     whole, factors = split_scaled(grad)
     codes = [mu.codes, mu.scales, jnp.zeros(1, jnp.uint8) if nu is None else nu.codes]
-    arrays = [whole, *codes, *moments.scales_of(mu, nu)]
+    of_nu = [jnp.zeros(1)] * 2 if nu is None else [nu.rows, nu.columns]
+    arrays = [whole, *codes, mu.rows, mu.columns, *of_nu]
     shapes = [(count, d, tiles), (count, steps, n)] * 2
     return Call(
         actjax_adam_4bit_maxima,
@@ -50,9 +51,9 @@ def launch(
             "TILE": STEP,
             "PARTS": TILE // mu.group,
             "SCALED": bool(factors),
-            "STEP": moments.steps_of(arrays),
+            "STEP": tuple(map(step, arrays)),
             "HYPER": (b1, 1 - b1, b2, 1 - b2),
-            "SECOND": moments.kind_of(nu),
+            "SECOND": "none" if nu is None else "codes",
         },
     )
 

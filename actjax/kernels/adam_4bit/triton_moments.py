@@ -3,40 +3,14 @@
 It is read by Triton, whose static branches end in `else`.
 """
 
-from typing import Any
-
-import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
-
-from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
-from actjax.kernels.adam_4bit.reference import Second
-from actjax.kernels.triton_call import step
 
 _INDEX = (np.arange(16) ^ 8) - 8
 _SIZE = np.abs(_INDEX).astype("float32")
 LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float32(0.2) - 0.4)
 """Level of each code of a first moment, before its scales; float64 [16]."""
-
-
-def scales_of(mu: SignedFourBit, nu: Second | None) -> list[Any]:
-    """Returns the scales of rows and of columns of both moments."""
-    dummy = jnp.zeros(1)
-    second = [dummy, dummy] if nu is None else [nu.rows, nu.columns]
-    return [mu.rows, mu.columns, *second]
-
-
-def kind_of(nu: Second | None) -> str:
-    """Returns the constant `SECOND` of programs: how the second moment is stored."""
-    if nu is None:
-        return "none"
-    return "codes" if isinstance(nu, RankOneFourBit) else "means"
-
-
-def steps_of(arrays: list[Any]) -> tuple[int, ...]:
-    """Returns the numbers from layer to layer of each array."""
-    return tuple(map(step, arrays))
 
 
 @triton.jit
@@ -60,7 +34,10 @@ def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.cons
 def second_moment(
     codes, row_scale, column_scale, g, HALF: tl.constexpr, B2, C2, SECOND: tl.constexpr
 ):  # fmt: skip
-    """The second moments of a half of the bytes: new ones, or products of means."""
+    """The second moments of a half of the bytes: new ones, or products of means.
+
+    `SECOND` is "codes" for a moment in 4 bits, "means" for a factored one.
+    """
     if SECOND == "codes":
         # The bits of 2^23 and a number below 16.
         index = (codes >> 4 * HALF & 15 | 0x4B000000).to(tl.float32, bitcast=True)

@@ -24,7 +24,8 @@ def dequantize(code: QuantizedCode, *, interpret: bool) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     (plane,), features = code.planes, code.features
     rows, length = plane.shape[:2]
-    tokens, width, half = min(lanes.TOKENS, length), lanes.padded(features), plane.shape[-1]
+    tokens = lanes.tokens_of(length, features, code.dtype)
+    width, half = lanes.padded(features), plane.shape[-1]
     by_row = pl.BlockSpec((1, 1, width), lambda b, i: (b, 0, 0))
     return pl.pallas_call(
         functools.partial(_kernel, features),

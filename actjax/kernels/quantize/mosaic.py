@@ -58,13 +58,10 @@ class Blocks(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, x: jax.Array, tokens: int = lanes.TOKENS, size: int = 4 * 2**20) -> "Blocks":
-        """Returns blocks of up to `tokens` tokens, that take up to `size` bytes."""
+    def of(cls, x: jax.Array, **size: int) -> "Blocks":
+        """Returns blocks of an activation; `size` as for `lanes.tokens_of`."""
         rows, length, features = x.shape
-        row = lanes.padded(features) * x.dtype.itemsize
-        while tokens * row > size:
-            tokens //= 2
-        return cls((rows, length, features), min(tokens, length))
+        return cls((rows, length, features), lanes.tokens_of(length, features, x.dtype, **size))
 
     @property
     def features(self) -> int:

@@ -4,15 +4,13 @@ import triton
 import triton.language as tl
 
 from actjax.formats import code as fmt
-from actjax.kernels import limits, rotated, rotated_tiles
+from actjax.kernels import rotated, rotated_tiles
 from actjax.kernels.triton_call import Call
 
 
 def refuses(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
-    if inputs.channels is not None:
-        return "takes no outlier channels"
-    return rotated.refuses(format) or limits.refuses([format], inputs.x.dtype, inputs.x.shape)
+    return rotated.refuses_to_encode(inputs, format)
 
 
 def quantize(

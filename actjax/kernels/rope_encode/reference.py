@@ -1,5 +1,7 @@
 """The definition of `rope_encode`: plain JAX, never tuned."""
 
+import math
+
 import jax
 import numpy as np
 
@@ -23,7 +25,8 @@ def value(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
       cos: [S, D / 2].
       sin: [S, D / 2].
     """
-    halves = x.reshape(*x.shape[:2], -1, 2, cos.shape[-1]).astype(accumulation_dtype(x.dtype))
+    heads = math.prod(x.shape[2:]) // (2 * cos.shape[-1])
+    halves = x.reshape(*x.shape[:2], heads, 2, cos.shape[-1]).astype(accumulation_dtype(x.dtype))
     # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
     opposite = halves[..., ::-1, :] * np.asarray([[-1], [1]], halves.dtype)
     rotated = halves * cos[:, None, None] + opposite * sin[:, None, None]

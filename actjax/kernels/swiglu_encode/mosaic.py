@@ -13,7 +13,7 @@ from actjax.kernels import lanes
 from actjax.kernels.quantize import mosaic as quantize
 
 _SIZE = 2 * 2**20
-"""Bytes of a block: three such blocks and two codes are in the memory of a core, twice."""
+"""Bytes of a block: three such blocks and two codes are in the memory of a core."""
 
 
 def refuses(gate: Any, up: Any, *, formats: Any, features: int | None) -> str | None:
@@ -32,7 +32,7 @@ def swiglu_encode(
     interpret: bool,
 ) -> tuple[jax.Array, fmt.QuantizedCode, fmt.QuantizedCode]:
     """As `actjax.kernels.swiglu_encode.api.swiglu_encode`."""
-    blocks = quantize.Blocks.of(gate.x, lanes.TOKENS // 2, _SIZE)
+    blocks = quantize.Blocks.of(gate.x, size=_SIZE)
     exist = blocks.features if features is None else features
     value, *codes = pl.pallas_call(
         functools.partial(_kernel, blocks.features, exist),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats import code as fmt
-from actjax.kernels import limits, rotated, rotated_tiles
+from actjax.kernels import rotated, rotated_tiles
 from actjax.kernels.triton_call import Call
 
 
@@ -25,11 +25,7 @@ def refuses(
         return f"takes groups of one size, got {formats[0].group} and {formats[1].group}"
     if (gate.mean is None) != (up.mean is None):
         return "takes `gate` and `up` that are both balanced, or neither"
-    if gate.channels is not None or up.channels is not None:
-        return "takes no outlier channels"
-    reasons = map(rotated.refuses, formats)
-    reason = next(filter(None, reasons), None)
-    return reason or limits.refuses([*formats], gate.x.dtype, gate.x.shape)
+    return next(filter(None, map(rotated.refuses_to_encode, (gate, up), formats)), None)
 
 
 def swiglu_encode(
