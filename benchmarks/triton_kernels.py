@@ -50,14 +50,17 @@ class Config:
         "llama_1b block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b gate, 4 bits, normal levels, balanced, rotated",
         "llama_7b gate, 4 bits, normal levels, balanced, rotated",
+        "llama3_8b gate, 4 bits, normal levels, balanced, rotated",
         "smollm2_135m block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b, 4 bits, normal levels, balanced, rotated",
         "llama_7b, 4 bits, normal levels, balanced, rotated",
+        "llama3_8b, 4 bits, normal levels, balanced, rotated",
         "llama_1b query, 5 bits, balanced, rotated",
         "llama_7b query, 5 bits, balanced, rotated",
         "llama_1b, exact",
         "llama_1b gate",
         "llama_7b gate",
+        "llama3_8b gate",
         "llama_1b gate, factored",
     )
     """Names of cases of `benchmarks.kernel_cases`."""

@@ -19,6 +19,7 @@ _SHAPES = {
     "llama_1b gate": (2048, 5504),
     "llama_1b down": (5504, 2048),
     "llama_7b gate": (4096, 11008),
+    "llama3_8b gate": (4096, 14336),
 }
 _DECAYS = {"b1": 0.9, "b2": 0.999}
 _EPSILONS = {"eps": 1e-8, "eps_root": 0.0}

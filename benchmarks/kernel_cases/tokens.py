@@ -187,12 +187,16 @@ def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) ->
     ]
 
 
+_GATES = {"llama_1b": 5504, "llama_7b": 11008, "llama3_8b": 14336, "llama_60m": 1376}
+
+
 def _of_programs(make: Callable[..., Case]) -> list[Case]:
     """Returns cases of the codes that the programs use, for arrays of real models."""
     arrays = {
         "llama_1b block input": 2048,
         "llama_1b gate": 5504,
         "llama_7b gate": 11008,
+        "llama3_8b gate": 14336,
         "smollm2_135m block input": 576,
         "smollm2_135m key": 192,
     }
@@ -302,7 +306,7 @@ SWIGLU_BACKWARD = (
     *(
         _swiglu(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4),
                 **_NORMAL)
-        for name, width in {"llama_1b": 5504, "llama_7b": 11008, "llama_60m": 1376}.items()
+        for name, width in _GATES.items()
     ),
     *(
         _swiglu(f"llama_1b, {n} bits, balanced, rotated", (TOKENS, 5504), (n, n), **_BALANCED)
@@ -325,6 +329,6 @@ SWIGLU_ENCODE = (
         _swiglu_encode(
             f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4), **_NORMAL
         )
-        for name, width in {"llama_1b": 5504, "llama_7b": 11008, "llama_60m": 1376}.items()
+        for name, width in _GATES.items()
     ),
 )

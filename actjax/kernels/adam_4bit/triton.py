@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from actjax.formats.blockwise import inverse_of
 from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 from actjax.kernels import triton_operations, triton_tail
 from actjax.kernels.adam_4bit import triton_moments as moments
@@ -71,7 +72,8 @@ def launch(
     dummy = jnp.zeros((1, 1), jnp.uint8)
     replaced = [*map(rows, (mu.codes, mu.scales)), rows(nu.codes) if has_codes else dummy]
     # A second moment that has no codes has no new scales, and those of the first are not read.
-    new = [*scales, *scales][:4]
+    # Inverse here: a program would divide for each number.
+    new = [inverse_of(value_of(x)) for x in [*scales, *scales][:4]]
     read = [rows(whole), mu.rows, mu.columns, nu.rows, nu.columns, *new]
     most = block_for("actjax_adam_4bit")["NUMBERS"] // mu.group
     tile = min(max(1, most), triton.next_power_of_2(d))
@@ -145,8 +147,8 @@ def actjax_adam_4bit(
     rows = (
         tl.load(mu_row + at * STEP[1] + row, live),
         tl.load(nu_row + at * STEP[3] + row, live),
-        moments.inverse_of(tl.load(new_mu_row + at * STEP[5] + row, live)),
-        moments.inverse_of(tl.load(new_nu_row + at * STEP[7] + row, live)),
+        tl.load(new_mu_row + at * STEP[5] + row, live),
+        tl.load(new_nu_row + at * STEP[7] + row, live),
     )
     first_column = matrix * FEATURES
     columns = (
@@ -171,11 +173,11 @@ def actjax_adam_4bit(
     if SECOND == "codes":
         tl.store(nu + byte, (low_second | high_second << 4).to(tl.uint8), live)
     scale = tl.maximum(
-        moments.largest(low, 1), moments.largest(high, 1),
+        moments.largest(tl.abs(low), 1), moments.largest(tl.abs(high), 1),
         propagate_nan=tl.PropagateNan.ALL,
-    )[:, None]  # fmt: skip
+    )[:, None] * 0.25  # fmt: skip
     tl.store(mu_scale + of_group, scale, live)
-    inverse = moments.inverse_of(scale)
+    inverse = moments.inverse_of(scale) * 0.0625
     low = _signed_code(low, inverse, low_offset)
     tl.store(mu + byte, (low | _signed_code(high, inverse, high_offset) << 4).to(tl.uint8), live)
 
@@ -189,8 +191,8 @@ def _updated(
     """Writes the update of a half of the bytes, and returns what its codes are made of.
 
     Returns:
-      The first moment over the scales of rows and columns, what is added before its index is
-      rounded, and the index of the second moment.
+      Four times the first moment over the scales of rows and columns, what is added before its
+      index is rounded, and the index of the second moment.
     """
     column = group * GROUP + HALF * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
@@ -206,8 +208,9 @@ def _updated(
     )
     root = tl.sqrt(second * (1.0 / tl.load(corrections + 1)) + HYPER[5])
     # The square of an inverse root is two instructions, a quotient many more.
-    inverse = tl.rsqrt(root + HYPER[4])
-    update = first * (1.0 / tl.load(corrections)) * inverse * inverse
+    correction = tl.load(corrections)
+    inverse = tl.rsqrt(root * correction + HYPER[4] * correction)
+    update = first * inverse * inverse
     if TAIL is None:
         tl.store(operands[2][0] + place, update, mask)
     else:
@@ -215,11 +218,11 @@ def _updated(
             update, operands[0], operands[1], operands[2], operands[3], at, row, column, place,
             mask, 2 * tl.program_id(0) + HALF, TAIL,
         )  # fmt: skip
-    inverse = moments.inverse_of(tl.load(columns[2] + column, exists))
-    scaled = first * tl.maximum(rows[2], inverse, propagate_nan=tl.PropagateNan.ALL) * 0.25
+    inverse = tl.load(columns[2] + column, exists)
+    scaled = first * tl.maximum(rows[2], inverse, propagate_nan=tl.PropagateNan.ALL)
     index = 0
     if SECOND == "codes":
-        inverse = moments.inverse_of(tl.load(columns[3] + column, exists))
+        inverse = tl.load(columns[3] + column, exists)
         size = second * tl.maximum(rows[3], inverse, propagate_nan=tl.PropagateNan.ALL) * 4.0
         offset = moments.fraction_of_hash(second) if STOCHASTIC[1] else 0.5
         index = (size + offset).to(tl.int32) - 1
@@ -233,7 +236,7 @@ def _updated(
 @triton.jit
 def _signed_code(scaled, inverse, offset):
     """The codes of first moments, as `four_bit.signed_index`."""
-    size = tl.abs(scaled) * inverse * 0.25
+    size = tl.abs(scaled) * inverse
     index = (tl.minimum(size * 10.0, size * 5.0 + 2.0) + offset).to(tl.int32)
     index = tl.minimum(index, 7)
     return tl.where(scaled < 0, -index, index) & 15

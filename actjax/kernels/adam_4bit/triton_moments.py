@@ -15,8 +15,8 @@ LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float3
 
 @triton.jit
 def gradient(grad, factor, place, mask, SCALED: tl.constexpr):
-    """Numbers of the gradient, float32; scaled ones are rounded as such."""
-    g = tl.load(grad + place, mask)
+    """Numbers of the gradient, float32; scaled ones are rounded as such, others than exist zero."""
+    g = tl.load(grad + place, mask, None if mask is None else 0)
     if SCALED:
         g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
     return g.to(tl.float32)
@@ -27,7 +27,7 @@ def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.cons
     """The new first moments of a half of the bytes, `B1 m + C1 g`."""
     # Registers cannot be indexed, but the cache answers such loads.
     level = tl.load(levels + (codes >> 4 * HALF & 15))
-    return B1 * (level * scale * _smaller(row_scale, column_scale)) + C1 * g
+    return level * (B1 * scale) * _smaller(row_scale, column_scale) + C1 * g
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def second_moment(
     if SECOND == "codes":
         # The bits of 2^23 and a number below 16.
         index = (codes >> 4 * HALF & 15 | 0x4B000000).to(tl.float32, bitcast=True)
-        level = (index - 8388607.0) * 0.0625
-        return B2 * (level * _smaller(row_scale, column_scale)) + C2 * (g * g)
+        sixteenths = (index - 8388607.0) * _smaller(row_scale, column_scale)
+        return B2 * 0.0625 * sixteenths + C2 * (g * g)
     product = row_scale * column_scale
     # As `reference.product`: not a number either.
     return tl.where(product < float("inf"), product, float("inf"))
@@ -54,10 +54,10 @@ def _smaller(x, y):
 
 
 @triton.jit
-def largest(x, AXIS: tl.constexpr):
+def largest(size, AXIS: tl.constexpr):
     """The largest of magnitudes, or NaN if a number is."""
     # Integers are in the same order, and a maximum of them does not drop a NaN.
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+    return tl.max(size.to(tl.uint32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -69,10 +69,7 @@ def inverse_of(scale):
 @triton.jit
 def fraction_of_hash(x):
     """As `four_bit.fraction_of_hash`."""
-    # `noise.random_words`.
-    word = x.to(tl.uint32, bitcast=True) ^ 0x9E3779B9
-    word = (word * 0x9E3779B1) ^ 0x85EBCA6B
-    word = (word ^ (word >> 16)) * 0x85EBCA6B
-    word = (word ^ (word >> 13)) * 0xC2B2AE35
-    word = word ^ (word >> 16)
-    return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
+    word = x.to(tl.uint32, bitcast=True)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return (word >> 9 | 0x3F800000).to(tl.float32, bitcast=True) - 1.0

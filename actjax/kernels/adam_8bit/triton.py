@@ -91,15 +91,10 @@ def launch(
             "SCALED": bool(factors),
             "MOMENTS": tuple((isinstance(x, Layer), step(x)) for x in moments),
             "HYPER": (b1, 1 - b1, b2, 1 - b2, eps, eps_root),
-            "LEAST": _LEAST_EXPONENT,
             "TAIL": of_tail.constants,
         },
         replaced=moments,
     )
-
-
-_LEAST_EXPONENT = 96
-"""Magnitudes below 2^-31 count as that: they round to zero."""
 
 
 @functools.cache
@@ -108,25 +103,26 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       levels: of the codes -128 to 127 of `mu`, and 0 to 255 of `nu`.
-      lines: of `mu`, then of `nu`, for each power of two from 2^-31 to 1, the two lines that the
-        index of magnitudes up to the next one can be on: the first slope of all powers, then the
-        first intercept, the second slope, and the second intercept.
+      lines: [2, 2, 256, 2], of `nu` and of `mu`, the two lines that the index of a magnitude can be
+        on, by the exponent of half the magnitude: slope for the half, and intercept. A NaN of `nu`
+        may have a sign, with which it reads lines of `mu`.
     """
     signed, unsigned = np.arange(-128, 128), np.arange(256)
     levels = [np.sign(signed) * _levels(abs(signed), decades(False))]
     levels.append(_levels(unsigned, decades(True)))
-    lines = []
-    for top in (decades(False), decades(True)):
+    lines = np.zeros((2, 2, 256, 2))
+    # Magnitudes are up to 1, so that other exponents are those of infinity and of no number.
+    least = 2.0 ** (np.arange(127) - 126)
+    for of_moment, top in zip(lines, (decades(True), decades(False)), strict=True):
         count = 2.0 ** np.arange(top, -1, -1)
         slope = 10.0 ** np.arange(top + 1) * count / 0.9
         intercept = count - 1 - count / 9
         # The last decade has one level, its upper end.
         slope[-1], intercept[-1] = 10.0**top, 0.0
-        least = 2.0 ** np.arange(_LEAST_EXPONENT - 127, 1)
-        for end in (least, 2 * least):
+        for of_end, end in zip(of_moment, (least, 2 * least), strict=True):
             decade = np.clip(np.floor(-np.log10(end)), 0, top).astype(int)
-            lines += [slope[decade], intercept[decade]]
-    return np.float32(np.concatenate(levels)), np.float32(np.concatenate(lines))
+            of_end[:127] = np.stack([2 * slope[decade], intercept[decade]], axis=1)
+    return np.float32(np.concatenate(levels)), np.float32(lines)
 
 
 def _levels(index: np.ndarray, top: int) -> np.ndarray:
@@ -144,7 +140,7 @@ def actjax_adam_8bit(
     mu, mu_scale, nu, nu_scale, out0, out1, out2, out3, sum0, sum1,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, GRAD_STEP: tl.constexpr, SCALED: tl.constexpr,
-    MOMENTS: tl.constexpr, HYPER: tl.constexpr, LEAST: tl.constexpr, TAIL: tl.constexpr,
+    MOMENTS: tl.constexpr, HYPER: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one block of columns."""
     group = tl.program_id(0) % BLOCKS
@@ -156,11 +152,15 @@ def actjax_adam_8bit(
     live = row < ROWS if ROWS % TILE else None
     exists = None
     if WIDTH > BLOCK or FEATURES % BLOCK:
-        exists = (lane < BLOCK) & (column < FEATURES)
+        # One comparison for the numbers that a thread has.
+        GRAIN: tl.constexpr = 16 if FEATURES % 16 == 0 and BLOCK % 16 == 0 else 1
+        exists = lane // GRAIN * GRAIN < tl.minimum(BLOCK, FEATURES - group * BLOCK)
+        exists = tl.max_constancy(exists, [1, GRAIN])
     mask = live if exists is None else exists if live is None else live & exists
     place = row * FEATURES + column
     at = tl.load(layer).to(tl.int64)
-    g = tl.load(grad + at * GRAD_STEP + place, mask)
+    # Nothing beyond the end of a row: it would count for the scales of its block.
+    g = tl.load(grad + at * GRAD_STEP + place, mask, None if mask is None else 0)
     if SCALED:
         g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
     g = g.to(tl.float32)
@@ -171,18 +171,20 @@ def actjax_adam_8bit(
     nu_scale += at * MOMENTS[3][1] + of_block
     first = _moment(
         mu if MOMENTS[0][0] else held0, mu_scale if MOMENTS[1][0] else held1 + of_block,
-        place, mask, live, levels + 128,
-    )  # fmt: skip
-    second = _moment(
-        nu if MOMENTS[2][0] else held2, nu_scale if MOMENTS[3][0] else held3 + of_block,
-        place, mask, live, levels + 256,
+        place, mask, live, levels + 128, 1.0,
     )  # fmt: skip
     first = HYPER[0] * first + HYPER[1] * g
-    second = HYPER[2] * second + HYPER[3] * (g * g)
+    # Its sum does not cancel, so that it may be rounded otherwise than in the definition.
+    second = _moment(
+        nu if MOMENTS[2][0] else held2, nu_scale if MOMENTS[3][0] else held3 + of_block,
+        place, mask, live, levels + 256, HYPER[2],
+    )  # fmt: skip
+    second += HYPER[3] * (g * g)
     root = tl.sqrt(second * (1.0 / tl.load(corrections + 1)) + HYPER[5])
     # The square of an inverse root is two instructions, a quotient many more.
-    inverse = tl.rsqrt(root + HYPER[4])
-    update = first * (1.0 / tl.load(corrections)) * inverse * inverse
+    correction = tl.load(corrections)
+    inverse = tl.rsqrt(root * correction + HYPER[4] * correction)
+    update = first * inverse * inverse
     if TAIL is None:
         tl.store(out0 + place, update, mask)
     else:
@@ -191,43 +193,44 @@ def actjax_adam_8bit(
             (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask,
             tl.program_id(0), TAIL,
         )  # fmt: skip
-    _store_moment(first, mu + place, mu_scale, mask, live, lines, LEAST, False)
-    lines += 4 * (128 - LEAST)
-    _store_moment(second, nu + place, nu_scale, mask, live, lines, LEAST, True)
+    _store_moment(first, mu + place, mu_scale, mask, live, lines + 4 * 256, False)
+    _store_moment(second, nu + place, nu_scale, mask, live, lines, True)
 
 
 @triton.jit
-def _moment(codes, scale, place, mask, live, levels):
-    """A decoded moment; `levels` begin with that of the lowest code."""
+def _moment(codes, scale, place, mask, live, levels, FACTOR: tl.constexpr):
+    """A decoded moment times a factor; `levels` begin with that of the lowest code."""
     code = tl.load(codes + place, mask, None if mask is None else 0).to(tl.int32)
     # Registers cannot be indexed, but the cache answers such loads.
-    return tl.load(levels + code) * tl.load(scale, live)
+    scale = tl.load(scale, live, None if live is None else 0)
+    return tl.load(levels + code) * (FACTOR * scale)
 
 
 @triton.jit
-def _store_moment(
-    value, codes, scale, mask, live, lines, LEAST: tl.constexpr, UNSIGNED: tl.constexpr
-):
+def _store_moment(value, codes, scale, mask, live, lines, UNSIGNED: tl.constexpr):
     """Writes a moment, as `Blockwise.encode`."""
-    size = tl.abs(value)
-    if mask is not None:
-        size = tl.where(mask, size, 0.0)
+    size = value if UNSIGNED else tl.abs(value)
     # Integers are in the same order, and a maximum of them does not drop a NaN.
-    largest = tl.max(size.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)[:, None]
+    largest = tl.max(size.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)[:, None]
     # Half of a factor that could overflow.
-    half = 0.5 / tl.maximum(largest, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
-    size = size * half * 2.0
-    exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST)
-    line = lines + tl.minimum(exponent, 127) - LEAST
-    COUNT: tl.constexpr = 128 - LEAST
-    index = tl.fma(size, tl.load(line), tl.load(line + COUNT))
-    other = tl.fma(size, tl.load(line + 2 * COUNT), tl.load(line + 3 * COUNT))
-    # Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
-    code = (tl.minimum(index, other) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    size *= 0.5 / tl.maximum(largest, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
+    lines = lines.to(tl.pointer_type(tl.int64), bitcast=True)
+    lines += size.to(tl.uint32, bitcast=True) >> 23
+    index = tl.minimum(_on_line(size, tl.load(lines)), _on_line(size, tl.load(lines + 256)))
     if UNSIGNED:
         # A positive value never becomes zero: it divides the first moment.
-        code = tl.where(value > 0, tl.maximum(code, 1), 0)
+        index = tl.where(value > 0, tl.maximum(index, 1.0), 0.0)
     else:
-        code = tl.where(value < 0, -code, code)
+        sign = value.to(tl.uint32, bitcast=True) & 0x80000000
+        index = (index.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    # Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
+    code = (index + 12582912.0).to(tl.int32, bitcast=True)
     tl.store(codes, code.to(codes.dtype.element_ty), mask)
     tl.store(scale, largest, live)
+
+
+@triton.jit
+def _on_line(x, line):
+    """A point of a line, whose slope and intercept are the bits of one number."""
+    slope = line.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.fma(x, slope, (line >> 32).to(tl.int32).to(tl.float32, bitcast=True))

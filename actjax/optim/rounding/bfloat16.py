@@ -20,10 +20,8 @@ import numpy as np
 from actjax.formats.noise import random_words
 
 _SIGN = np.uint32(0x8000_0000)
-_INFINITY = np.uint32(0x7F80_0000)
-_NAN = np.uint32(0x7FC0_0000)
 _UPPER_16 = np.uint32(0xFFFF_0000)
-_LARGEST = np.uint32(0x7F7F_0000)
+_LARGEST = np.uint32(0x7F7F_0000).view(np.float32)
 """The largest finite bfloat16."""
 
 
@@ -54,15 +52,14 @@ def round_stochastically(x: jax.Array, words: jax.Array) -> jax.Array:
     number stays finite. A zero has no sign.
 
     Args:
-      x: float32.
+      x: sums in float32.
       words: random bits, uint32, in the shape of `x`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    size, sign = bits & ~_SIGN, bits & _SIGN
-    raised = jnp.minimum(size + (words >> 16), _LARGEST | ~_UPPER_16)
-    not_finite = jnp.where(size > _INFINITY, _NAN, _INFINITY)
-    size = jnp.where(size < _INFINITY, raised, not_finite) & _UPPER_16
-    bits = jnp.where(size == 0, 0, size | sign)
+    # Others become their upper halves: infinity, a finite number beyond the largest, and NaN, which
+    # is quiet in a sum.
+    bits = jnp.where(jnp.abs(x) < _LARGEST, bits + (words >> 16), bits) & _UPPER_16
+    bits = jnp.where(bits == _SIGN, 0, bits)
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
