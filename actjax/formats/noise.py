@@ -27,7 +27,7 @@ def random_words(counter: jax.Array, first: jax.Array, second: jax.Array) -> jax
     """
     # NumPy scalars, since a kernel cannot capture constants that are JAX arrays.
     x = (counter ^ first) * np.uint32(0x9E3779B1)
-    # x ^ (x >> 16) after `x ^= second`, of whose terms a GPU adds three at once.
+    # x ^ (x >> 16) after `x ^= second`; a GPU takes three terms at once.
     x = (x ^ (x >> np.uint32(16)) ^ (second ^ (second >> np.uint32(16)))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))

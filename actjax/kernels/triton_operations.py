@@ -47,9 +47,8 @@ def run(
         tl.store(target, values[COUNT + i].to(target.dtype.element_ty), mask)
     for i in tl.static_range(len(TAIL[4])):
         size = values[COUNT + len(TAIL[3]) + i].to(tl.float32)
-        square = tl.where(row % TAIL[4][i] == 0, size * size, 0.0)
-        if mask is not None:
-            square = tl.where(mask, square, 0.0)
+        is_read = (row % TAIL[4][i] == 0) & (column >= 0)
+        square = tl.where(is_read if mask is None else is_read & mask, size * size, 0.0)
         tl.store(sums[i] + part, tl.sum(square))
 
 

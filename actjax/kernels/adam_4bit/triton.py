@@ -115,7 +115,7 @@ def launch(
 @triton.jit
 def actjax_adam_4bit(
     layer, factor, corrections, levels, grad, mu_row, mu_column, nu_row, nu_column,
-    new_mu_row, new_mu_column, new_nu_row, new_nu_column, m0, m1, m2, m3, m4, m5,
+    mu_row_inverse, mu_column_inverse, nu_row_inverse, nu_column_inverse, m0, m1, m2, m3, m4, m5,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
     held0, held1, held2, held3, held4, held5, held6, held7, held8,
     mu, mu_scale, nu, out0, out1, out2, out3, sum0, sum1,
@@ -147,15 +147,15 @@ def actjax_adam_4bit(
     rows = (
         tl.load(mu_row + at * STEP[1] + row, live),
         tl.load(nu_row + at * STEP[3] + row, live),
-        tl.load(new_mu_row + at * STEP[5] + row, live),
-        tl.load(new_nu_row + at * STEP[7] + row, live),
+        tl.load(mu_row_inverse + at * STEP[5] + row, live),
+        tl.load(nu_row_inverse + at * STEP[7] + row, live),
     )
     first_column = matrix * FEATURES
     columns = (
         mu_column + at * STEP[2] + first_column,
         nu_column + at * STEP[4] + first_column,
-        new_mu_column + at * STEP[6] + first_column,
-        new_nu_column + at * STEP[8] + first_column,
+        mu_column_inverse + at * STEP[6] + first_column,
+        nu_column_inverse + at * STEP[8] + first_column,
     )
     operands = (
         (m0, m1, m2, m3, m4, m5), (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9),

@@ -81,9 +81,8 @@ def actjax_adam_4bit_maxima(
     mu += at * STEP[1]
     mu_scale += at * STEP[2]
     nu += at * STEP[3]
-    # Numbers that do not exist are zero: so are their gradients, levels and scales.
-    first_row = _loaded(mu_row + at * STEP[4] + row, live)
-    second_row = _loaded(nu_row + at * STEP[6] + row, live) if SECOND == "codes" else 0.0
+    first_row = tl.load(mu_row + at * STEP[4] + row, live)
+    second_row = tl.load(nu_row + at * STEP[6] + row, live) if SECOND == "codes" else 0.0
     mu_column += at * STEP[5] + matrix * FEATURES
     nu_column += at * STEP[7] + matrix * FEATURES
     mu_by_column += step * FEATURES
@@ -97,28 +96,32 @@ def actjax_adam_4bit_maxima(
         exists = group * GROUP + lane < FEATURES if FEATURES % (PARTS * GROUP) else None
         mask = exists if live is None else live if exists is None else live & exists
         byte = (row * GROUPS + group) * (GROUP // 2) + lane
-        first_codes = _loaded(mu + byte, mask).to(tl.int32)
-        second_codes = _loaded(nu + byte, mask).to(tl.int32) if SECOND == "codes" else 0
+        first_codes = tl.load(mu + byte, mask).to(tl.int32)
+        second_codes = tl.load(nu + byte, mask).to(tl.int32) if SECOND == "codes" else 0
         # Groups beyond the last one, whose numbers do not count, have its scale.
-        scale = _loaded(mu_scale + row * GROUPS + tl.minimum(group, GROUPS - 1), live)
+        scale = tl.load(mu_scale + row * GROUPS + tl.minimum(group, GROUPS - 1), live)
         for half in tl.static_range(2):
             column = group * GROUP + half * (GROUP // 2) + lane
             exists = column < FEATURES if FEATURES % (PARTS * GROUP) else None
             mask = exists if live is None else live if exists is None else live & exists
             g = moments.gradient(grad, factor, row * FEATURES + column, mask, SCALED)
-            scales = _loaded(mu_column + column, exists)
+            scales = tl.load(mu_column + column, exists)
             first = moments.first_moment(
                 first_codes, scale, first_row, scales, g, levels, half, HYPER[0], HYPER[1]
             )
             size = tl.abs(first)
+            if mask is not None:
+                size = tl.where(mask, size, 0.0)
             firsts = _larger(firsts, moments.largest(size, 1))
             tl.store(mu_by_column + column, moments.largest(size, 0)[None, :], exists)
             second = g * g
             if SECOND == "codes":
                 second = moments.second_moment(
-                    second_codes, second_row, _loaded(nu_column + column, exists), g, half,
+                    second_codes, second_row, tl.load(nu_column + column, exists), g, half,
                     HYPER[2], HYPER[3], SECOND,
                 )  # fmt: skip
+            if mask is not None:
+                second = tl.where(mask, second, 0.0)
             if SECOND == "codes":
                 seconds = _larger(seconds, moments.largest(second, 1))
                 of_column = moments.largest(second, 0)
@@ -128,11 +131,6 @@ def actjax_adam_4bit_maxima(
             tl.store(nu_by_column + column, of_column[None, :], exists)
     tl.store(mu_by_row + row * TILES + tile, firsts[:, None], live)
     tl.store(nu_by_row + row * TILES + tile, seconds[:, None], live)
-
-
-@triton.jit
-def _loaded(place, mask):
-    return tl.load(place, mask, None if mask is None else 0)
 
 
 @triton.jit

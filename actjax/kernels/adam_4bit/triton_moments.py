@@ -15,8 +15,8 @@ LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float3
 
 @triton.jit
 def gradient(grad, factor, place, mask, SCALED: tl.constexpr):
-    """Numbers of the gradient, float32; scaled ones are rounded as such, others than exist zero."""
-    g = tl.load(grad + place, mask, None if mask is None else 0)
+    """Numbers of the gradient, float32; scaled ones are rounded as such."""
+    g = tl.load(grad + place, mask)
     if SCALED:
         g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
     return g.to(tl.float32)
@@ -41,8 +41,8 @@ def second_moment(
     if SECOND == "codes":
         # The bits of 2^23 and a number below 16.
         index = (codes >> 4 * HALF & 15 | 0x4B000000).to(tl.float32, bitcast=True)
-        sixteenths = (index - 8388607.0) * _smaller(row_scale, column_scale)
-        return B2 * 0.0625 * sixteenths + C2 * (g * g)
+        level = B2 * 0.0625 * (index - 8388607.0)
+        return level * _smaller(row_scale, column_scale) + C2 * (g * g)
     product = row_scale * column_scale
     # As `reference.product`: not a number either.
     return tl.where(product < float("inf"), product, float("inf"))

@@ -103,17 +103,17 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       levels: of the codes -128 to 127 of `mu`, and 0 to 255 of `nu`.
-      lines: [2, 2, 256, 2], of `nu` and of `mu`, the two lines that the index of a magnitude can be
-        on, by the exponent of half the magnitude: slope for the half, and intercept. A NaN of `nu`
-        may have a sign, with which it reads lines of `mu`.
+      lines: [3, 2, 256, 2], of `mu` and of `nu`, the two lines that the index of a magnitude can be
+        on, by the exponent of half the magnitude: slope for the half, and intercept. A NaN may have
+        a sign, with which it reads what is behind its own.
     """
     signed, unsigned = np.arange(-128, 128), np.arange(256)
     levels = [np.sign(signed) * _levels(abs(signed), decades(False))]
     levels.append(_levels(unsigned, decades(True)))
-    lines = np.zeros((2, 2, 256, 2))
+    lines = np.zeros((3, 2, 256, 2))
     # Magnitudes are up to 1, so that other exponents are those of infinity and of no number.
     least = 2.0 ** (np.arange(127) - 126)
-    for of_moment, top in zip(lines, (decades(True), decades(False)), strict=True):
+    for of_moment, top in zip(lines[:2], (decades(False), decades(True)), strict=True):
         count = 2.0 ** np.arange(top, -1, -1)
         slope = 10.0 ** np.arange(top + 1) * count / 0.9
         intercept = count - 1 - count / 9
@@ -152,15 +152,11 @@ def actjax_adam_8bit(
     live = row < ROWS if ROWS % TILE else None
     exists = None
     if WIDTH > BLOCK or FEATURES % BLOCK:
-        # One comparison for the numbers that a thread has.
-        GRAIN: tl.constexpr = 16 if FEATURES % 16 == 0 and BLOCK % 16 == 0 else 1
-        exists = lane // GRAIN * GRAIN < tl.minimum(BLOCK, FEATURES - group * BLOCK)
-        exists = tl.max_constancy(exists, [1, GRAIN])
+        exists = (lane < BLOCK) & (column < FEATURES)
     mask = live if exists is None else exists if live is None else live & exists
     place = row * FEATURES + column
     at = tl.load(layer).to(tl.int64)
-    # Nothing beyond the end of a row: it would count for the scales of its block.
-    g = tl.load(grad + at * GRAD_STEP + place, mask, None if mask is None else 0)
+    g = tl.load(grad + at * GRAD_STEP + place, mask)
     if SCALED:
         g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
     g = g.to(tl.float32)
@@ -193,8 +189,11 @@ def actjax_adam_8bit(
             (out0, out1, out2, out3), (sum0, sum1), at, row, column, place, mask,
             tl.program_id(0), TAIL,
         )  # fmt: skip
-    _store_moment(first, mu + place, mu_scale, mask, live, lines + 4 * 256, False)
-    _store_moment(second, nu + place, nu_scale, mask, live, lines, True)
+    # A block ends after a number of columns that 16 divides, or they are looked at one by one.
+    GRAIN: tl.constexpr = 16 if FEATURES % 16 == 0 and BLOCK % 16 == 0 else 1
+    end = tl.minimum(BLOCK, FEATURES - group * BLOCK) // GRAIN if exists is not None else None
+    _store_moment(first, mu + place, mu_scale, mask, live, end, lines, GRAIN, False)
+    _store_moment(second, nu + place, nu_scale, mask, live, end, lines + 4 * 256, GRAIN, True)
 
 
 @triton.jit
@@ -202,16 +201,23 @@ def _moment(codes, scale, place, mask, live, levels, FACTOR: tl.constexpr):
     """A decoded moment times a factor; `levels` begin with that of the lowest code."""
     code = tl.load(codes + place, mask, None if mask is None else 0).to(tl.int32)
     # Registers cannot be indexed, but the cache answers such loads.
-    scale = tl.load(scale, live, None if live is None else 0)
-    return tl.load(levels + code) * (FACTOR * scale)
+    return tl.load(levels + code) * (FACTOR * tl.load(scale, live))
 
 
 @triton.jit
-def _store_moment(value, codes, scale, mask, live, lines, UNSIGNED: tl.constexpr):
-    """Writes a moment, as `Blockwise.encode`."""
+def _store_moment(
+    value, codes, scale, mask, live, end, lines, GRAIN: tl.constexpr, UNSIGNED: tl.constexpr
+):
+    """Writes a moment, as `Blockwise.encode`; the numbers from `end * GRAIN` on do not exist."""
     size = value if UNSIGNED else tl.abs(value)
     # Integers are in the same order, and a maximum of them does not drop a NaN.
-    largest = tl.max(size.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)[:, None]
+    bits = size.to(tl.uint32, bitcast=True)
+    if end is not None:
+        # Each thread has some whole grains.
+        COUNT: tl.constexpr = bits.shape[1] // GRAIN
+        bits = tl.max(tl.reshape(bits, (bits.shape[0], COUNT, GRAIN)), 2)
+        bits = tl.where(tl.arange(0, COUNT)[None, :] < end, bits, 0)
+    largest = tl.max(bits, 1).to(tl.float32, bitcast=True)[:, None]
     # Half of a factor that could overflow.
     size *= 0.5 / tl.maximum(largest, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
     lines = lines.to(tl.pointer_type(tl.int64), bitcast=True)
