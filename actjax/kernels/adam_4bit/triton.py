@@ -11,7 +11,7 @@ import triton.language as tl
 
 from actjax.formats.blockwise import inverse_of
 from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
-from actjax.kernels import triton_operations, triton_tail
+from actjax.kernels import triton_adam, triton_operations, triton_tail
 from actjax.kernels.adam_4bit import triton_moments as moments
 from actjax.kernels.adam_4bit.limits import refuses
 from actjax.kernels.adam_4bit.reference import Second
@@ -198,7 +198,7 @@ def _updated(
     exists = column < FEATURES if FEATURES % GROUP else None
     mask = exists if live is None else live if exists is None else live & exists
     place = row * FEATURES + column
-    g = moments.gradient(grad, factor, place, mask, SCALED)
+    g = triton_adam.gradient(grad, factor, place, mask, SCALED)
     first = moments.first_moment(
         first, scale, rows[0], tl.load(columns[0] + column, exists), g, levels, HALF,
         HYPER[0], HYPER[1],
@@ -206,11 +206,7 @@ def _updated(
     second = moments.second_moment(
         second, rows[1], tl.load(columns[1] + column, exists), g, HALF, HYPER[2], HYPER[3], SECOND
     )
-    root = tl.sqrt(second * (1.0 / tl.load(corrections + 1)) + HYPER[5])
-    # The square of an inverse root is two instructions, a quotient many more.
-    correction = tl.load(corrections)
-    inverse = tl.rsqrt(root * correction + HYPER[4] * correction)
-    update = first * inverse * inverse
+    update = triton_adam.update_of(first, second, corrections, HYPER[4], HYPER[5])
     if TAIL is None:
         tl.store(operands[2][0] + place, update, mask)
     else:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from actjax.formats.blockwise import STEP
 from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
+from actjax.kernels import triton_adam
 from actjax.kernels.adam_4bit import triton_moments as moments
 from actjax.kernels.adam_4bit.limits import refuses
 from actjax.kernels.adam_4bit.reference import TILE
@@ -104,7 +105,7 @@ def actjax_adam_4bit_maxima(
             column = group * GROUP + half * (GROUP // 2) + lane
             exists = column < FEATURES if FEATURES % (PARTS * GROUP) else None
             mask = exists if live is None else live if exists is None else live & exists
-            g = moments.gradient(grad, factor, row * FEATURES + column, mask, SCALED)
+            g = triton_adam.gradient(grad, factor, row * FEATURES + column, mask, SCALED)
             scales = tl.load(mu_column + column, exists)
             first = moments.first_moment(
                 first_codes, scale, first_row, scales, g, levels, half, HYPER[0], HYPER[1]

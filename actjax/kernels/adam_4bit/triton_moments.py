@@ -14,15 +14,6 @@ LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float3
 
 
 @triton.jit
-def gradient(grad, factor, place, mask, SCALED: tl.constexpr):
-    """Numbers of the gradient, float32; scaled ones are rounded as such."""
-    g = tl.load(grad + place, mask)
-    if SCALED:
-        g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
-    return g.to(tl.float32)
-
-
-@triton.jit
 def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.constexpr, B1, C1):
     """The new first moments of a half of the bytes, `B1 m + C1 g`."""
     # Registers cannot be indexed, but the cache answers such loads.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from actjax.formats.blockwise import Blockwise, decades
-from actjax.kernels import triton_operations, triton_tail
+from actjax.kernels import triton_adam, triton_operations, triton_tail
 from actjax.kernels.adam_8bit.limits import refuses
 from actjax.kernels.layers import Layer, Scaled, result_like, rows, split_scaled, value_of
 from actjax.kernels.tail import Tail
@@ -156,10 +156,7 @@ def actjax_adam_8bit(
     mask = live if exists is None else exists if live is None else live & exists
     place = row * FEATURES + column
     at = tl.load(layer).to(tl.int64)
-    g = tl.load(grad + at * GRAD_STEP + place, mask)
-    if SCALED:
-        g = (g.to(tl.float32) * tl.load(factor)).to(g.dtype)
-    g = g.to(tl.float32)
+    g = triton_adam.gradient(grad + at * GRAD_STEP, factor, place, mask, SCALED)
     mu += at * MOMENTS[0][1]
     nu += at * MOMENTS[2][1]
     of_block = row * BLOCKS + group
@@ -176,11 +173,7 @@ def actjax_adam_8bit(
         place, mask, live, levels + 256, HYPER[2],
     )  # fmt: skip
     second += HYPER[3] * (g * g)
-    root = tl.sqrt(second * (1.0 / tl.load(corrections + 1)) + HYPER[5])
-    # The square of an inverse root is two instructions, a quotient many more.
-    correction = tl.load(corrections)
-    inverse = tl.rsqrt(root * correction + HYPER[4] * correction)
-    update = first * inverse * inverse
+    update = triton_adam.update_of(first, second, corrections, HYPER[4], HYPER[5])
     if TAIL is None:
         tl.store(out0 + place, update, mask)
     else:
