@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax.formats.blockwise import Blockwise
-from actjax.formats.code import QuantizedCode
+from actjax.formats.code import QuantizedCode, QuantizeInputs
 from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 from actjax.kernels.dispatch import Implementation, Kernel
 from benchmarks.kernel_cases.case import Case
@@ -105,9 +105,11 @@ def _in_float64(args: Any) -> Any:
     def widen(x: Any) -> Any:
         if isinstance(x, coded):
             return dataclasses.replace(x, dtype=jnp.dtype("float64"))
+        if isinstance(x, QuantizeInputs):  # Means and spreads are as a code stores them.
+            return dataclasses.replace(x, x=widen(x.x))
         return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return jax.tree.map(widen, args, is_leaf=lambda x: isinstance(x, coded))
+    return jax.tree.map(widen, args, is_leaf=lambda x: isinstance(x, coded | QuantizeInputs))
 
 
 def _poison(shapes: Any) -> None:

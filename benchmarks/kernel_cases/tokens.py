@@ -231,7 +231,8 @@ QUANTIZE = (
     _quantize("balanced, rotated, normal levels, odd last group", (9, 213), 4, **_NORMAL),
     _quantize("balanced, rotated, normal levels, 3 bits", (5, 341), 3, jnp.float32, **_NORMAL),
     _quantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
-    _quantize("balanced, rotated, 6 bits", (5, 192), 6, group=64, **_BALANCED),
+    _quantize("balanced, rotated, 6 bits, float32 scales", (5, 192), 6, group=64,
+              scale_dtype="float32", **_BALANCED),
     *_of_programs(_quantize),
     *_unrotated(_quantize),
     _quantize("llama_1b block input, 4 bits, stochastic", (TOKENS, 2048), 4, rounding="stochastic"),
@@ -324,7 +325,8 @@ SWIGLU_BACKWARD = (
 )  # fmt: skip
 SWIGLU_ENCODE = (
     _swiglu_encode("3 and 4 bits, a group filled up", (9, 336), (3, 4), **_NORMAL),
-    _swiglu_encode("two planes, float32", (5, 256), (5, 6), jnp.float32, rotate=True),
+    _swiglu_encode("two planes, float32 and float32 scales", (5, 256), (5, 6), jnp.float32,
+                   scale_dtype="float32", **_BALANCED),
     *(
         _swiglu_encode(
             f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4), **_NORMAL
