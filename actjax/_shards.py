@@ -137,12 +137,29 @@ def can_split(args: Any) -> bool:
 def gathered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Returns an array that every device has whole along some axes.
 
-    The others stay as they are. Without automatic sharding the array is unchanged.
+    The others stay as they are.
     """
+    spec = explicit_spec(x, whole=axes)
+    if spec is not None:
+        return jax.sharding.reshard(x, spec)
     if _kinds((x,)) != {AxisType.Auto} or jax.sharding.get_abstract_mesh().empty:
         return x
-    spec = (None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(x.ndim))
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    entries = (None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(x.ndim))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def explicit_spec(x: Any, whole: Sequence[int] = ()) -> PartitionSpec | None:
+    """Returns how the type of an array splits it, without some axes; None if it does not say.
+
+    JAX asks for it in operations whose result it does not know how to split: those that index.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    for axis in whole:
+        spec[axis] = None
+    return PartitionSpec(*spec)
 
 
 def on_shards(

@@ -100,7 +100,7 @@ def encode(
         features=x.shape[-1],
         dtype=jnp.dtype(x.dtype),
         format=format,
-        outliers=None if channels is None else x[..., channels],
+        outliers=group_scales.of_channels(channels, x),
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
     )
@@ -119,7 +119,7 @@ def decode(code: ChannelCode) -> jax.Array:
     if code.centre is not None:
         part = part + _numbers(code.centre, wide, format)
     x = fmt.joined(rotate_back(part) if format.rotate else part, code.features).astype(code.dtype)
-    return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
+    return group_scales.with_channels(code.channels, code.outliers, x)
 
 
 def _numbers(stored: jax.Array, dtype: Any, format: fmt.Format) -> jax.Array:

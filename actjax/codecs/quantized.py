@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
+from actjax._shards import gathered
 from actjax.codecs import by_channel
 from actjax.codecs.base import Codec, check_activation, check_positive_integer, token_count
 from actjax.formats import code as fmt
@@ -249,7 +250,7 @@ class Quantized(Codec):
         largest = jnp.max(jnp.abs(x), initial=0)
         unit = x.astype(accumulation_dtype(x.dtype)) / jnp.where(largest > 0, largest, 1)
         norms = jnp.sum(unit * unit, axis=range(x.ndim - 1))
-        return jax.lax.top_k(norms, count)[1].astype(jnp.int32)
+        return jax.lax.top_k(gathered(norms, axes=(0,)), count)[1].astype(jnp.int32)
 
     def encode_with(
         self,

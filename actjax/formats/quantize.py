@@ -30,7 +30,7 @@ def quantize(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> fmt.Quantized
         dtype=jnp.dtype(x.dtype),
         format=format,
         offset=None if offset is None else group_scales.stored(offset[..., 0], format.scale_dtype),
-        outliers=None if channels is None else x[..., channels],
+        outliers=group_scales.of_channels(channels, x),
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
     )
@@ -87,7 +87,7 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     part = values_of(codes, offset, scale, shift, format)
     x = fmt.joined(rotate_back(part) if format.rotate else part, code.features)
     x = group_scales.unbalanced(x, code.mean, code.spread, format).astype(code.dtype)
-    return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
+    return group_scales.with_channels(code.channels, code.outliers, x)
 
 
 def values_of(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, over
+from actjax._shards import explicit_spec
 from actjax.formats.code import Format, ScaleDtype, grouped
 from actjax.formats.rotation import rotate
 
@@ -132,3 +133,17 @@ def without(channels: jax.Array | None, x: jax.Array) -> jax.Array:
         return x
     is_outlier = jnp.zeros(x.shape[-1], bool).at[channels].set(True)
     return jnp.where(is_outlier, jnp.zeros((), x.dtype), x)
+
+
+def of_channels(channels: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    """Returns the given channels of `x` [..., d], [..., m]; None without channels."""
+    if channels is None:
+        return None
+    return x.at[..., channels].get(out_sharding=explicit_spec(x, whole=(-1,)))
+
+
+def with_channels(channels: jax.Array | None, values: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Returns `x` [..., d] with `values` [..., m] in the given channels."""
+    if channels is None:
+        return x
+    return x.at[..., channels].set(values, out_sharding=explicit_spec(x))

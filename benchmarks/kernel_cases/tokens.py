@@ -325,8 +325,14 @@ SWIGLU_BACKWARD = (
 )  # fmt: skip
 SWIGLU_ENCODE = (
     _swiglu_encode("3 and 4 bits, a group filled up", (9, 336), (3, 4), **_NORMAL),
-    _swiglu_encode("two planes, float32 and float32 scales", (5, 256), (5, 6), jnp.float32,
-                   scale_dtype="float32", **_BALANCED),
+    _swiglu_encode(
+        "two planes, float32 and float32 scales",
+        (5, 256),
+        (5, 6),
+        jnp.float32,
+        scale_dtype="float32",
+        **_BALANCED,
+    ),
     *(
         _swiglu_encode(
             f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4), **_NORMAL

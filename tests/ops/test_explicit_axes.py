@@ -55,3 +55,21 @@ def test_operators_under_explicit_axes():
         for a, b in zip(divided[name], want, strict=True):
             atol = 2e-5 * float(np.abs(b).max())
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=atol, err_msg=name)
+
+
+@jax.jit
+def decoded(x):
+    settings = {}, {"balance": True, "rotate": True}, {"scaling": "channel"}
+    codecs = [actjax.Quantized(4, group=16, outlier_fraction=0.1, **kw) for kw in settings]
+    return [codec.decode(codec.encode(x)) for codec in codecs]
+
+
+def test_outlier_channels_of_divided_features():
+    x = normal(0, 8, 4, 64) * np.linspace(1, 9, 64, dtype=np.float32)
+    exact = decoded(x)
+    spec = P("data", None, "model")
+    with jax.set_mesh(jax.make_mesh((2, 2), spec[::2], axis_types=(AxisType.Explicit,) * 2)):
+        divided = decoded(jax.device_put(x, spec))
+    for a, b in zip(divided, exact, strict=True):
+        assert jax.typeof(a).sharding.spec == spec
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
