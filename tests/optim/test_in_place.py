@@ -127,13 +127,12 @@ def two_updates(tx, params, grads):
     return jax.lax.fori_loop(0, 2, step, (params, optim.init(tx, params), jnp.zeros(())))
 
 
-def test_two_steps_equal_those_with_slices(compare):
-    assert_equal(*compare(two_steps, parameters()))
-
-
-def test_without_tails_two_steps_have_the_bits_of_those_with_slices(compare, monkeypatch):
+def test_two_steps_equal_those_with_slices(compare, monkeypatch):
+    sliced, in_place = compare(two_steps, parameters())
+    assert_equal(sliced, in_place)
     monkeypatch.setattr(tails, "_LEAST", 2**30)
-    assert_same_bits(*compare(two_steps, parameters()))
+    without_tails = jax.jit(lambda params: two_steps(params))(parameters())
+    assert_same_bits(sliced, without_tails)
 
 
 def test_kernels_get_the_stacks(choose):
@@ -261,7 +260,7 @@ def test_a_kernel_reads_scalars_where_they_are(choose):
     assert shapes.count(TABLE.shape) == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_gradient_by_layers_is_that_of_autodiff(choose, dtype):
     choose(True)
     params = jax.tree.map(lambda x: x.astype(dtype), parameters())
@@ -275,10 +274,11 @@ def test_a_gradient_by_layers_is_that_of_autodiff(choose, dtype):
 
     model = Layered(lambda params, inputs: inputs["x"], layer, after, lambda p: p["layers"])
     by_layers = jax.jit(functools.partial(value_and_grad, model))
+    want = jax.jit(jax.value_and_grad(loss))(params)
     got = by_layers(params, inputs, jnp.zeros((DEPTH,)))
     # Both round to 8 bits in other places, a dozen times on the way. In float32 a number may get
     # another code.
-    for a, b in zip(*map(jax.tree.leaves, (got, jax.value_and_grad(loss)(params))), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=2**-6 * np.abs(b).max())
     counts = calls_on_layers(jax.make_jaxpr(by_layers)(params, inputs, jnp.zeros((DEPTH,))))
