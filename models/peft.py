@@ -17,6 +17,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from models import digests, huggingface
 from models.config import ModelConfig
 from models.folders import atomic_folder
 from models.json_files import check_fields, read_object
@@ -25,6 +26,8 @@ from models.padding import without_padding
 from models.parameters import fetch
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base"
+"""Entry of the digests of an adapter for those of the tensors of its base."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = {
     "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_pattern",
@@ -63,6 +66,7 @@ def save_adapters(
     config: ModelConfig | None = None,
     *,
     base: str = "",
+    base_digests: Mapping[str, str] | None = None,
 ) -> None:
     """Writes adapters as a folder that PEFT reads.
 
@@ -76,6 +80,8 @@ def save_adapters(
       config: dimensions of the decoder that the adapters are for; None if its weights have no
         padding (`ModelConfig.stored_ffn_size`).
       base: name or path of the model that the adapters belong to.
+      base_digests: digests of its tensors, as `models.digests.of_tensors` returns them. With them
+        `load_adapters` finds another model.
 
     Raises:
       FileExistsError: the folder exists and is not empty.
@@ -113,9 +119,12 @@ def save_adapters(
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _WEIGHTS).chmod(0o644)
+        digests.write(scratch, [scratch / _WEIGHTS], **{_BASE: dict(base_digests or {})})
 
 
-def load_adapters(folder: pathlib.Path | str, config: ModelConfig) -> tuple[Adapters, LoRAConfig]:
+def load_adapters(
+    folder: pathlib.Path | str, config: ModelConfig, base: pathlib.Path | None = None
+) -> tuple[Adapters, LoRAConfig]:
     """Reads adapters from a folder that PEFT wrote, and their settings.
 
     A module without an adapter has a zero adapter if other layers have one there. Adapters of
@@ -125,6 +134,8 @@ def load_adapters(folder: pathlib.Path | str, config: ModelConfig) -> tuple[Adap
     Args:
       folder: with `adapter_config.json` and `adapter_model.safetensors`.
       config: dimensions of the decoder that the adapters are for.
+      base: folder of its checkpoint, whose tensors must be those that the adapters were trained
+        with; None not to compare them. Only adapters that `save_adapters` wrote know them.
 
     Raises:
       FileNotFoundError: a missing file.
@@ -141,6 +152,16 @@ def load_adapters(folder: pathlib.Path | str, config: ModelConfig) -> tuple[Adap
                 )
             raise FileNotFoundError(
                 f"the adapter '{folder}' cannot be read: no {name} in it.{advice}"
+            )
+    digests.check(folder)
+    expected = (digests.read(folder) or {}).get(_BASE)
+    if base is not None and expected:
+        found = digests.of_tensors(huggingface.weight_files(base))
+        if wrong := digests.changed(expected, found):
+            raise ValueError(
+                f"the adapter '{folder}' was trained with other weights than those in '{base}':"
+                f" {wrong}. Pass the checkpoint that it was trained with; if the change was meant,"
+                f" remove {folder / digests.FILE}."
             )
     path = folder / _CONFIG
     fields = read_object(path)

@@ -155,7 +155,7 @@ def prepare(config: EvaluateConfig) -> Evaluation:
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
         with naming_flag("--adapter"):
-            adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
+            adapters = peft.load_adapters(config.adapter.expanduser(), model.config, checkpoint)
             model = lora.attach(model, *adapters)
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set(tokenizer.prefix)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from models import huggingface
+from models import digests, huggingface
 from models.checkpoints import find_checkpoint, load_checkpoint, read_dimensions
 from models.hub import is_remote
 from models.lora import quantize
@@ -108,6 +108,7 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         recipe = build_recipe(config)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
+            base = digests.of_tensors(huggingface.weight_files(checkpoint))
         rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         rows["pad_id"] = tokenizer.eos_id
         part = rows_of_process(mesh, config.batch_size)
@@ -154,6 +155,7 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         tokenizer=tokenizer,
         fingerprint=examples.fingerprint,
         checkpoint=hashed,
+        base=base,
         **preference,
     )
 
@@ -198,7 +200,7 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
             "the adapter was trained with 4-bit weights and fits them best: train.evaluate holds"
             " the weights of a run so by itself, and a merged model contains the 4-bit weights"
         )
-    trained = Trained(state.model, recipe.config.lora, lambda: state.frozen)
+    trained = Trained(state.model, recipe.config.lora, lambda: state.frozen, run.identity)
     trained.write(_target(user_config, run.config.folder), console)
 
 
@@ -216,10 +218,14 @@ def export_last(user_config: FinetuneConfig, console: Console) -> int:
     options = {"dtype": config.weight_dtype, "convert": convert}
     frozen = functools.partial(load_checkpoint, checkpoint, **options)
     step, trained = read_trained(config.folder, frozen)
-    if trained.identity.get("checkpoint") != fingerprint(checkpoint):
+    base = digests.of_tensors(huggingface.weight_files(checkpoint))
+    # Earlier versions kept no digests of the tensors.
+    wrong = digests.changed(trained.identity.get("base", base), base)
+    if wrong or trained.identity.get("checkpoint") != fingerprint(checkpoint):
         raise ValueError(
             f"the run in `--out` {config.folder} began with other weights than those of"
-            f" `--checkpoint` {checkpoint}: pass the checkpoint of the run."
+            f" `--checkpoint` {checkpoint}{f' ({wrong})' if wrong else ''}: pass the checkpoint of"
+            " the run."
         )
     trained.write(_target(user_config, None), console)
     console.print(f"this is step {step} of the run in {config.folder}")

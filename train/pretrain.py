@@ -19,6 +19,7 @@ from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
 from train.run.step import TrainState
+from train.run.verify import verify
 from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig, run_folder
 from train.settings.messages import naming_flag
@@ -46,6 +47,8 @@ def run(config: PretrainConfig, console: Console) -> int:
     After the last step, the folder of the run holds a `model` that other tools read. With
     `--export` a run that is there is written and not trained, unless `--resume` is given too.
 
+    With `--check` nothing is trained either: see `train.run.verify`.
+
     Returns:
       The last step done: less than `config.steps` if a signal stopped the run.
 
@@ -53,6 +56,9 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
+    if config.check is not None:
+        folder = config.check.expanduser()
+        return reporting_errors(lambda: verify(folder, console))
     if reporting_errors(functools.partial(exports_only, config)):
         return reporting_errors(functools.partial(export_last, config, console))
     prepared = functools.partial(prepare, config)

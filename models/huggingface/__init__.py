@@ -6,6 +6,7 @@ Pickle files are refused, because reading a pickle can run any program.
 """
 
 from models.huggingface.config import config_of, fields_of
+from models.huggingface.files import weight_files
 from models.huggingface.loading import check, load, read_config
 from models.huggingface.saving import save
 from models.huggingface.table import Row, table
@@ -23,4 +24,5 @@ __all__ = [
     "read_config",
     "save",
     "table",
+    "weight_files",
 ]

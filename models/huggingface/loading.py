@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from models import digests
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.huggingface.config import config_of, fp8_block_of
@@ -73,10 +74,12 @@ def load(
 
     Raises:
       FileNotFoundError: a missing file.
-      ValueError: an unsupported kind of model; a truncated file, or a pickle; a tensor without a
-        parameter, a parameter without a tensor, or a tensor of another shape or kind.
+      ValueError: an unsupported kind of model; a truncated file, one that is not what its digest
+        tells (`models.digests`), or a pickle; a tensor without a parameter, a parameter without a
+        tensor, or a tensor of another shape or kind.
     """
     fields, config = _read_config(folder)
+    digests.check(pathlib.Path(folder))
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     with contextlib.ExitStack() as stack:
         tensors = _Tensors(pathlib.Path(folder), fields, stack)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 
+from models import digests
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.folders import atomic_folder
@@ -32,7 +33,8 @@ def save(
 ) -> None:
     """Writes a model as a folder that `transformers` reads.
 
-    The folder appears once everything in it is written. If several processes share the arrays, all
+    The folder appears once everything in it is written, with digests of the weights (see
+    `models.digests`). If several processes share the arrays, all
     of them call this function together: they fetch one tensor after the other, and the first
     process writes.
 
@@ -58,6 +60,7 @@ def save(
         config = _copy_beside(model, scratch, None if like is None else pathlib.Path(like))
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_tensors(model, scratch, max_shard_bytes)
+        digests.write(scratch, scratch.glob("*.safetensors"))
 
 
 def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | None) -> Any:
@@ -68,7 +71,7 @@ def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | Non
     for path in sorted(like.iterdir()):
         weights = path.suffix in (".safetensors", ".gguf", *PICKLES)
         weights = weights or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name != "config.json":
+        if path.is_file() and not weights and path.name not in ("config.json", digests.FILE):
             shutil.copyfile(path, scratch / path.name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # These weights are not quantized.

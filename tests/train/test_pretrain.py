@@ -210,7 +210,10 @@ def _store_in_former_form(one: PretrainConfig, method: str) -> None:
     (path,) = (one.out / "checkpoints").glob("*/identity/metadata")
     identity = json.loads(path.read_text())
     identity["optimizer"]["method"] = method
+    identity["format"] = 2
     path.write_text(json.dumps(identity))
+    for digests in one.out.rglob("digests.json"):
+        digests.unlink()
     settings = json.loads((one.out / "settings.json").read_text())
     settings["method"] = method
     (one.out / "settings.json").write_text(json.dumps(settings))

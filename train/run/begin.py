@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from actjax.formats.packing import BITS
-from models import ModelConfig
+from models import ModelConfig, digests
 from train.run import hosts
 from train.run.boards import check_installed
 from train.run.checkpoint import Checkpoints
@@ -108,6 +108,8 @@ def begin(
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
+            for path in (config.folder, config.folder / TOKENIZER) if config.resume else ():
+                digests.check(path)
             checkpoints = _open_checkpoints(config)
             state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
         batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.

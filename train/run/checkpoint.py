@@ -1,5 +1,6 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
+import logging
 import pathlib
 import sys
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 
+from models import digests
+from train.run import hosts
 from train.settings.options import ANY_FULL_RANK, RENAMED
 
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
@@ -16,9 +19,9 @@ _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 _BEFORE = {"optimizer.weight_rounding": "nearest"}
 """Settings that are newer than some checkpoints, and their values there, if not "off"."""
 
-_FORMAT = 2
-"""Version of the names of arrays. 1 has the norms of in-backward updates beside their optimizer's
-state, in `optimizer`, and this state in `optimizer.optimizer`."""
+_FORMAT = 3
+"""Version of a checkpoint. 1 has the norms of in-backward updates beside their optimizer's state,
+in `optimizer`, and this state in `optimizer.optimizer`; 2 has no digests."""
 
 _OTHER_VERSION = " Finish the run with that version, or begin a new one with another `--out`."
 _HINTS = {
@@ -38,13 +41,16 @@ _HASHED = {
     "checkpoint": "the files of `--checkpoint`",
 }
 """Parts of the identity that are hashes, which tell people nothing."""
+# Orbax warns at each save that it merges no files of OCDBT where there are none.
+logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in str(record.msg))
 
 
 class Checkpoints:
     """The checkpoints in the folder of a run.
 
     Orbax writes into a temporary folder and renames it, so a killed run leaves the last complete
-    checkpoint unchanged.
+    checkpoint unchanged. Before, each file gets a digest, which is checked before it is read. Each
+    array has a folder, so that a damaged file tells the array.
     """
 
     def __init__(self, directory: pathlib.Path, keep: int, *, read_only: bool = False):
@@ -55,14 +61,29 @@ class Checkpoints:
           keep: number of latest checkpoints to keep.
           read_only: whether the folder is only read.
         """
+        self._saving: int | None = None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep, create=not read_only, read_only=read_only
+            max_to_keep=None if read_only else keep,
+            create=not read_only,
+            read_only=read_only,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(use_ocdbt=False),
+            "data": ocp.JsonCheckpointHandler(),
+            "identity": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(), options=options, item_handlers=handlers
+        )
 
     def latest_step(self) -> int | None:
         """Returns the step of the last complete checkpoint, or None."""
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, data: dict[str, Any], identity: dict[str, Any]) -> None:
         """Saves a checkpoint, and returns when the arrays may be changed again.
@@ -75,14 +96,43 @@ class Checkpoints:
         """
         if step == self.latest_step():
             return
+        self._manager.wait_until_finished()  # As `save` does.
+        self._saving = step
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_leaves(state)),
+                state=ocp.args.PyTreeSave(_leaves(state)),
                 data=ocp.args.JsonSave(data),
                 identity=ocp.args.JsonSave({**identity, "format": _FORMAT}),
             ),
         )
+
+    def _seal(self) -> None:
+        """Writes the digests of a checkpoint whose arrays are on disk, in its temporary folder."""
+        if hosts.is_main():
+            (folder,) = self._folder(0).parent.glob(f"{self._saving}.*")
+            # Orbax writes the files beside the items later.
+            digests.write(folder, (path for path in folder.glob("*/**/*") if path.is_file()))
+
+    def check(self, step: int) -> bool:
+        """Raises a `ValueError` if a file of a checkpoint is damaged, which it names.
+
+        All processes call it together; each reads a share of the files.
+
+        Returns:
+          Whether the checkpoint has digests. Earlier versions wrote none.
+        """
+        with hosts.failing_together():
+            part = jax.process_index(), jax.process_count()
+            try:
+                wrong = digests.differing(self._folder(step), part)
+            except ValueError as error:
+                raise self._damaged(step, str(error)) from error
+            if wrong:
+                item, *names = pathlib.PurePath(wrong[0]).parts
+                holds = f", the array {names[0]}" if item == "state" and len(names) > 1 else ""
+                raise self._damaged(step, f"{wrong[0]}{holds}, is not what was written")
+        return wrong is not None
 
     def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the state of a checkpoint and its `data`.
@@ -96,18 +146,22 @@ class Checkpoints:
           ValueError: the checkpoint is damaged, or belongs to another run; then the message names
             what differs.
         """
+        has_digests = self.check(step)
         saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         if not isinstance(saved, dict):
             raise self._damaged(step, "its identity is no object")
         written = saved.pop("format", 1)
-        if written not in (1, _FORMAT):
+        if written == _FORMAT and not has_digests:
+            raise self._damaged(step, f"its {digests.FILE} is missing")
+        if written not in (1, 2, _FORMAT):
             raise ValueError(
                 f"the checkpoint in {self._manager.directory} has format {written!r}, which a newer"
                 " version of this program wrote: use that version, or another `--out`."
             )
         _check_identity(saved, identity, self._manager.directory)
-        leaves = _leaves(like) if written == _FORMAT else _with_former_names(_leaves(like))
-        state, data = ocp.args.StandardRestore(leaves), ocp.args.JsonRestore()
+        leaves = _leaves(like) if written > 1 else _with_former_names(_leaves(like))
+        places = ocp.checkpoint_utils.construct_restore_args(leaves)
+        state, data = ocp.args.PyTreeRestore(leaves, places), ocp.args.JsonRestore()
         restored = self._read(step, state=state, data=data)
         leaves = [restored["state"][name] for name in leaves]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
@@ -124,6 +178,7 @@ class Checkpoints:
         step = self.latest_step()
         if step is None:
             raise ValueError(f"{self._manager.directory} holds no complete checkpoint.")
+        self.check(step)
         identity = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         reader, path = ocp.PyTreeCheckpointer(), self._manager.directory / str(step) / "state"
         try:
@@ -151,13 +206,22 @@ class Checkpoints:
         sys.unraisablehook = former
         return restored
 
+    def _folder(self, step: int) -> pathlib.Path:
+        return pathlib.Path(self._manager.directory / str(step))
+
     def _damaged(self, step: int, reason: str) -> ValueError:
-        folder = self._manager.directory / str(step)
-        others = [n for n in self._manager.all_steps() if n != step]
+        folder = self._folder(step)
+        others = [n for n in self._manager.all_steps() if n != step and self._is_sound(n)]
         return ValueError(
             f"the checkpoint in {folder} cannot be read: it is damaged ({reason}). Remove that"
             f" folder to resume from {f'step {max(others)}' if others else 'the start'}."
         )
+
+    def _is_sound(self, step: int) -> bool:
+        try:
+            return not digests.differing(self._folder(step))
+        except ValueError:
+            return False
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk."""
@@ -184,6 +248,13 @@ def _with_former_names(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
+    saved, now = dict(saved), dict(now)
+    then, base = saved.pop("base", {}), now.pop("base", {})
+    if then and (changed := digests.changed(then, base)):  # Earlier versions have none.
+        raise ValueError(
+            f"the run in {directory} began with other weights than those of `--checkpoint`:"
+            f" {changed}. Pass the checkpoint that it began with."
+        )
     saved, now = flatten_dict(saved, sep="."), flatten_dict(now, sep=".")
     method = saved.get("optimizer.method")
     if method in _FORMER:

@@ -16,7 +16,14 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, huggingface
+from models import (
+    Decoder,
+    LinearRopeScaling,
+    ModelConfig,
+    RopeScaling,
+    digests,
+    huggingface,
+)
 from models.folders import check_free
 from models.json_files import read_object
 from models.lora import LoRAConfig, merge, padded_adapters
@@ -65,7 +72,7 @@ class Trained:
       arrays: a `Decoder`, or adapters as `models.lora.init_adapters` returns them.
       lora: settings of the adapters; None for a decoder.
       frozen: returns the decoder that adapters belong to.
-      identity: identity of the run, where its checkpoint was read.
+      identity: identity of the run.
     """
 
     arrays: Any
@@ -105,7 +112,8 @@ class Trained:
         else:
             assert self.frozen is not None
             config = self.frozen().config
-        save_adapters(self.arrays, lora, folder, config, base=base)
+        hashed = self.identity.get("base")
+        save_adapters(self.arrays, lora, folder, config, base=base, base_digests=hashed)
 
 
 def exports_only(config: PretrainConfig | FinetuneConfig) -> bool:
@@ -177,14 +185,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path, *, is_new: bool) 
     if hosts.is_main() and (is_new or not path.exists()):
         shutil.rmtree(path, ignore_errors=True)
         tokenizer.save(path)
+        digests.write(path, (file for file in path.rglob("*") if file.is_file()))
 
 
 def tokenizer_of_run(folder: pathlib.Path) -> Tokenizer:
     """Returns the tokenizer that a run has kept.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or it is damaged.
     """
+    digests.check(folder / TOKENIZER)
     try:
         return load_tokenizer(folder / TOKENIZER, "--out")
     except FileNotFoundError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from models import digests
 from train.run.optimizer import learning_rate_schedule
 from train.settings.config import RunConfig
 from train.settings.options import RENAMED
@@ -47,10 +48,13 @@ def as_json(tree: Any) -> Any:
 
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
-    """Writes the settings of a run into its folder, whole or not at all."""
-    unfinished = folder / "settings.json.part"
+    """Writes the settings of a run into its folder, whole or not at all, and their digest."""
+    unfinished, settings = folder / "settings.json.part", folder / "settings.json"
     unfinished.write_text(json.dumps(as_json(config), indent=2) + "\n")
-    unfinished.replace(folder / "settings.json")
+    # A kill between the two leaves settings without a digest, and none that is wrong.
+    (folder / digests.FILE).unlink(missing_ok=True)
+    unfinished.replace(settings)
+    digests.write(folder, [settings])
 
 
 def changed_rate(folder: pathlib.Path, config: ResolvedConfig, step: int) -> str:

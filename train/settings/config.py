@@ -275,11 +275,14 @@ class PretrainConfig(RunConfig):
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""
     data: DataConfig = DataConfig()
+    check: pathlib.Path | None = None
+    """Compare the folder of a run, also of train.finetune, with the digests of what was written
+    there, and train nothing. Exits with 2 if a part is damaged."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
             *("model", "checkpoint", "method", "data.data", "steps", "epochs", "batch_size"),
-            *("seq_len", "learning_rate", "weight_dtype", "out", "resume", "export"),
+            *("seq_len", "learning_rate", "weight_dtype", "out", "resume", "export", "check"),
         ),
         **_TRAINING,
         "Text and tokenizer": ("data", "model_vocab_size", "download"),

@@ -40,8 +40,9 @@ def save(folder: pathlib.Path, *steps: int, state=SMALL) -> None:
 
 
 def rewrite(folder: pathlib.Path, step: int, identity) -> None:
-    """Changes the identity of a checkpoint."""
+    """Changes the identity of a checkpoint, as earlier versions wrote it: without digests."""
     (folder / f"{step}/identity/metadata").write_text(json.dumps(identity))
+    (folder / f"{step}/digests.json").unlink(missing_ok=True)
 
 
 def test_a_restored_state_has_equal_bits_and_a_step_is_saved_once(tmp_path):
@@ -120,13 +121,13 @@ def test_a_checkpoint_of_in_backward_updates_with_former_names_is_restored(tmp_p
     now = {"model": moments + 1, "norms": {"grad_norm": norm}, "optimizer": {"mu": moments}}
     save(tmp_path, 1, 2, state=former)
     rewrite(tmp_path, 1, IDENTITY)
-    rewrite(tmp_path, 2, IDENTITY | {"format": 3})
+    rewrite(tmp_path, 2, IDENTITY | {"format": 4})
     save(tmp_path, 3, state=now)
     with opened(tmp_path) as checkpoints:
         for step in (1, 3):
             restored, _ = checkpoints.restore(step, like(now), IDENTITY)
             jax.tree.map(np.testing.assert_array_equal, restored, now)
-        with pytest.raises(ValueError, match="has format 3, which a newer version of this program"):
+        with pytest.raises(ValueError, match="has format 4, which a newer version of this program"):
             checkpoints.restore(2, like(now), IDENTITY)
 
 
@@ -158,7 +159,9 @@ def test_an_identity_that_is_no_object_is_damaged(saved):
 def test_threads_that_still_read_a_damaged_checkpoint_say_nothing(tmp_path, monkeypatch):
     many = {f"w{i}": np.full((64, 64), i, np.int32) for i in range(40)}
     save(tmp_path, 1, state=many)
-    shutil.rmtree(tmp_path / "1" / "state" / "d")
+    rewrite(tmp_path, 1, IDENTITY)
+    for i in range(40):
+        shutil.rmtree(tmp_path / "1" / "state" / f"w{i}")
     said = []
     monkeypatch.setattr("sys.unraisablehook", said.append)
     with opened(tmp_path) as again:
