@@ -4,11 +4,13 @@ import contextlib
 import functools
 import json
 import pathlib
+import re
 import shutil
 import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tiny import CONFIG as MODEL
 
@@ -147,6 +149,58 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, item):
         pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."),
     ):
         again.restore(2, like(SMALL), IDENTITY)
+
+
+def test_every_changed_bit_is_found_and_tells_the_array(tmp_path):
+    save(tmp_path, 1, 2, state={"w": np.arange(100, dtype=np.float32), "b": SMALL["w"]})
+    files = sorted(path for path in (tmp_path / "2").glob("*/**/*") if path.is_file())
+    rng, found = np.random.default_rng(0), set()
+    with opened(tmp_path) as again:
+        assert again.check(2)
+        for path in files:
+            whole = path.read_bytes()
+            data = bytearray(whole or b"\0")
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+            path.write_bytes(data)
+            name = re.escape(path.relative_to(tmp_path / "2").as_posix())
+            message = rf"2 cannot be read.*\({name}.* is not what was.*resume from step 1\."
+            with pytest.raises(ValueError, match=message) as raised:
+                again.check(2)
+            found |= set(re.findall(r"the array (\w+)", str(raised.value)))
+            path.write_bytes(whole)
+        assert found >= {"w", "b"}
+        (tmp_path / "2" / "digests.json").unlink()
+        with pytest.raises(ValueError, match=r"2 cannot be read.*its digests.json is missing"):
+            again.restore(2, like(SMALL), IDENTITY)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_restored(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(
+            3,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(jax.device_put(SMALL)),
+                data=ocp.args.JsonSave({"next": 3}),
+                identity=ocp.args.JsonSave({**IDENTITY, "format": 2}),
+            ),
+        )
+    with opened(tmp_path) as again:
+        assert not again.check(3)
+        restored, data = again.restore(3, like(SMALL), IDENTITY | {"base": {"x": "of now"}})
+        again.save(4, restored, data, IDENTITY)
+    np.testing.assert_array_equal(restored["w"], SMALL["w"])
+    assert data == {"next": 3}
+
+
+def test_another_base_is_refused_by_tensor(tmp_path):
+    base = {"base": {"a": "1", "b": "2"}}
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, jax.device_put(SMALL), {}, IDENTITY | base)
+    with opened(tmp_path) as again:
+        again.restore(1, like(SMALL), IDENTITY | base)
+        message = "began with other weights than those of `--checkpoint`: b changed"
+        with pytest.raises(ValueError, match=message):
+            again.restore(1, like(SMALL), IDENTITY | {"base": {"a": "1", "b": "3"}})
 
 
 def test_an_identity_that_is_no_object_is_damaged(saved):
