@@ -18,8 +18,9 @@ from benchmarks.timing import Advancing, interleaved
 from benchmarks.training_steps import compiled_memory
 from benchmarks.variants import Variant
 from train import finetune, pretrain
-from train.run.loop import NonFiniteError, Run, train
+from train.run.loop import Run, train
 from train.run.metrics import read_metrics
+from train.run.program import NonFiniteError
 from train.run.report import explain_step, tree_bytes
 from train.settings.config import FinetuneConfig, PretrainConfig
 

@@ -22,7 +22,7 @@ from train.evaluation.config import EvaluateConfig
 from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
 from train.run.export import MODEL, adapter_of_run, method_of_run
-from train.run.loop import make_console, reporting_errors, run_program
+from train.run.program import make_console, reporting_errors, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
 from train.settings.methods import METHODS

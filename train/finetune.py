@@ -19,16 +19,9 @@ from train.run import hosts
 from train.run.begin import begin, in_epochs
 from train.run.calibration import calibrate
 from train.run.export import Target, Trained, exports_only, method_of_run, read_trained
-from train.run.loop import (
-    Run,
-    make_console,
-    moved,
-    prepare_and_train,
-    put_rows,
-    reporting_errors,
-    run_program,
-)
+from train.run.loop import Run, moved, prepare_and_train, put_rows
 from train.run.pretrained import fingerprint, read_model
+from train.run.program import make_console, reporting_errors, run_program
 from train.run.recipe import Recipe, build_recipe
 from train.run.references import with_references
 from train.run.sharding import check_sizes, make_mesh, rows_of_process

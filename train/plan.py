@@ -39,7 +39,7 @@ from train.planning.search import search
 from train.planning.tables import chosen_flags, flags, rare_settings, size_text, table_of
 from train.run.gpus import GIB
 from train.run.gradient_error import WHOLE
-from train.run.loop import make_console
+from train.run.program import make_console
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings

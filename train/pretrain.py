@@ -13,8 +13,9 @@ from train.planning.budget import settled
 from train.run import hosts
 from train.run.begin import begin, in_epochs
 from train.run.export import Target, Trained, exports_only, read_trained, tokenizer_of_run
-from train.run.loop import Run, make_console, prepare_and_train, reporting_errors, run_program
+from train.run.loop import Run, prepare_and_train
 from train.run.pretrained import fingerprint, read_model
+from train.run.program import make_console, reporting_errors, run_program
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state

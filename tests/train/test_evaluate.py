@@ -31,7 +31,7 @@ from tests.train.evaluations import (
 from tests.train.example_files import write
 from train import evaluate
 from train.evaluate import run, text_after
-from train.run.loop import BadRunError
+from train.run.program import BadRunError
 from train.text.tokenizer_files import load_tokenizer
 
 # ----- text

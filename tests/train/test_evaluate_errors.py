@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.evaluations import TEXT, asked, config, quietly
 from train import evaluate
-from train.run.loop import BadRunError
+from train.run.program import BadRunError
 from train.text.trained_tokenizer import train_bpe
 
 SUMS = {"task": "gsm8k", "questions": pathlib.Path("q")}

@@ -8,7 +8,7 @@ import pytest
 from models import huggingface
 from tests.train.evaluations import CHOICES, SUMS, asked, lines, log_softmax, quietly
 from train import evaluate
-from train.run.loop import BadRunError
+from train.run.program import BadRunError
 from train.text.tokenizer_files import load_tokenizer
 
 

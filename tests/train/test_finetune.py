@@ -26,8 +26,8 @@ from train.planning import tables
 from train.run import begin, loop
 from train.run import export as run_export
 from train.run.calibration import calibrate
-from train.run.loop import BadRunError
 from train.run.metrics import read_metrics
+from train.run.program import BadRunError
 from train.run.step import model_of
 from train.settings.config import (
     AdapterConfig,

@@ -32,8 +32,8 @@ from tests.train.runs import (
 from train import pretrain
 from train.pretrain import run
 from train.run import loss_scale
-from train.run.loop import BadRunError, NonFiniteError, run_program
 from train.run.metrics import read_metrics
+from train.run.program import BadRunError, NonFiniteError, run_program
 from train.run.saved_settings import changed_rate
 from train.run.sharding import make_mesh
 from train.run.state import shardings_of_run

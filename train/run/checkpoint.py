@@ -1,8 +1,12 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
+import contextlib
 import logging
+import os
 import pathlib
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,8 +45,14 @@ _HASHED = {
     "checkpoint": "the files of `--checkpoint`",
 }
 """Parts of the identity that are hashes, which tell people nothing."""
-# Orbax warns at each save that it merges no files of OCDBT where there are none.
-logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in str(record.msg))
+# Orbax warns of its own doings (there is nothing to merge, a folder is read only). What it logs with
+# a traceback it raises too.
+logging.getLogger("absl").addFilter(
+    lambda record: record.exc_info is None and record.levelno >= logging.ERROR
+)
+_ERRNO = re.compile(r"os_error_code='(\d+)'")
+"""The number of an error of the system, in an error of tensorstore."""
+_FILE = re.compile(r'local file "([^"]*)"')
 
 
 class Checkpoints:
@@ -62,6 +72,7 @@ class Checkpoints:
           read_only: whether the folder is only read.
         """
         self._saving: int | None = None
+        sys.unraisablehook = _only_news
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             create=not read_only,
@@ -93,19 +104,21 @@ class Checkpoints:
           state: a pytree of arrays.
           data: position in the training data and other plain JSON.
           identity: identity of the run, plain JSON.
+
+        Raises:
+          OSError: this checkpoint or the one before cannot be written.
         """
         if step == self.latest_step():
             return
-        self._manager.wait_until_finished()  # As `save` does.
-        self._saving = step
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_leaves(state)),
-                data=ocp.args.JsonSave(data),
-                identity=ocp.args.JsonSave({**identity, "format": _FORMAT}),
-            ),
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(_leaves(state)),
+            data=ocp.args.JsonSave(data),
+            identity=ocp.args.JsonSave({**identity, "format": _FORMAT}),
         )
+        with _as_os_error(self._manager.directory):
+            self._manager.wait_until_finished()  # As `save` does.
+            self._saving = step
+            self._manager.save(step, args=items)
 
     def _seal(self) -> None:
         """Writes the digests of a checkpoint whose arrays are on disk, in its temporary folder."""
@@ -196,15 +209,10 @@ class Checkpoints:
         return step, identity, {name.removeprefix(prefix): x for name, x in arrays.items()}
 
     def _read(self, step: int, **items: Any) -> Any:
-        # Threads that still read after an error print nothing: their tracebacks ("Event loop is
-        # closed"), which nobody can catch, would bury its message.
-        former, sys.unraisablehook = sys.unraisablehook, lambda _: None
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # The layers below orbax raise various errors on a torn file.
-            raise self._damaged(step, type(error).__name__) from error  # The hook stays.
-        sys.unraisablehook = former
-        return restored
+            raise self._damaged(step, type(error).__name__) from error
 
     def _folder(self, step: int) -> pathlib.Path:
         return pathlib.Path(self._manager.directory / str(step))
@@ -224,8 +232,36 @@ class Checkpoints:
             return False
 
     def close(self) -> None:
-        """Waits until all checkpoints are on disk."""
-        self._manager.close()
+        """Waits until all checkpoints are on disk.
+
+        Raises:
+          OSError: the last one cannot be written.
+        """
+        with _as_os_error(self._manager.directory):
+            self._manager.close()
+
+
+@contextlib.contextmanager
+def _as_os_error(folder: Any) -> Iterator[None]:
+    """Context whose errors are an `OSError` that names the file, whatever is raised below."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        text = str(error)
+        code, file = _ERRNO.search(text), _FILE.search(text)
+        path = file[1] if file else str(folder)
+        if code:
+            raise OSError(int(code[1]), os.strerror(int(code[1])), path) from error
+        line = text.strip().partition("\n")[0][:200] or type(error).__name__
+        raise OSError(None, f"a checkpoint cannot be written ({line})", path) from error
+
+
+def _only_news(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Prints an error that nobody can catch, unless a thread goes on after one that was raised."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
 
 
 def _leaves(state: Any) -> dict[str, Any]:

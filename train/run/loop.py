@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,15 @@ from train.run.loss import Batch, whole_batch_shapes
 from train.run.loss_scale import is_exhausted
 from train.run.metrics import Recorder
 from train.run.optimizer import learning_rate_schedule
+from train.run.program import (
+    BadRunError,
+    LostProcessError,
+    MachineError,
+    NonFiniteError,
+    advice,
+    described,
+    reason,
+)
 from train.run.progress import Progress
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import (
@@ -39,15 +46,13 @@ from train.run.sharding import (
     rows_of_process,
     with_sharding,
 )
-from train.run.signals import StopSignal, ending_on_ctrl_c
+from train.run.signals import StopSignal
 from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
 from train.run.utilization import speed_text, step_flops
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
 from train.text.pairs import PairValidation
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -82,52 +87,6 @@ class Run:
         return self.recipe.config
 
 
-class BadRunError(ValueError):
-    """A run cannot begin: bad settings, text or checkpoint."""
-
-    exit_code = 2
-
-
-class NonFiniteError(ArithmeticError):
-    """The loss or the gradient of a step is NaN or infinite."""
-
-    exit_code = 1
-
-
-def make_console() -> Console:
-    """Returns a console as wide as the terminal, or wide enough for the tables without one."""
-    return Console(width=None if sys.stdout.isatty() else 140)
-
-
-def run_program(program: Callable[[], Any]) -> None:
-    """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN.
-
-    Ctrl-C ends it with 130.
-    """
-    try:
-        with ending_on_ctrl_c():
-            program()
-    except (BadRunError, NonFiniteError, LostProcessError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # Exits at once: threads that still read a damaged checkpoint would bury the message.
-        os._exit(error.exit_code)
-
-
-class LostProcessError(RuntimeError):
-    """Another process of a run has ended, or cannot be reached."""
-
-    exit_code = 1
-
-
-def reporting_errors(program: Callable[[], T]) -> T:
-    """Returns the result of a program. Errors of settings and files become a `BadRunError`."""
-    try:
-        return program()
-    except (ValueError, OSError) as error:
-        raise BadRunError(str(error)) from error
-
-
 def prepare_and_train(
     prepare: Callable[[Console], Run],
     config: RunConfig,
@@ -148,6 +107,7 @@ def prepare_and_train(
     Raises:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
+      MachineError: a file cannot be written, or memory is missing.
       LostProcessError: another process has ended.
     """
     allow_simulated_devices()
@@ -158,7 +118,7 @@ def prepare_and_train(
                 console = Console(quiet=True)
             ready = prepare(console)
         except (ValueError, OSError) as error:
-            raise BadRunError(str(error)) from error
+            raise BadRunError(described(error)) from error
         except MemoryError as error:
             raise BadRunError(
                 "this machine has too little memory to prepare the run: make `--batch-size` or"
@@ -168,6 +128,8 @@ def prepare_and_train(
             done = train(ready, console)
             if finish is not None and done == ready.config.steps:
                 finish(ready, console)
+        except (OSError, MemoryError) as error:
+            raise _cannot_go_on(ready, error) from error
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
@@ -177,6 +139,24 @@ def prepare_and_train(
                 f" the run in {ready.config.folder} continues from its last checkpoint."
             ) from error
         return done
+
+
+def _cannot_go_on(run: Run, error: OSError | MemoryError) -> MachineError:
+    """Returns the error of a run whose machine failed."""
+    what = "this machine has too little memory"
+    if isinstance(error, OSError):
+        what = reason(error) + (f" in {run.config.folder}" if error.filename is None else "")
+    return MachineError(
+        f"{what}: the run stopped. {_last_checkpoint(run)} To go on, {advice(error)} and pass"
+        " `--resume`."
+    )
+
+
+def _last_checkpoint(run: Run) -> str:
+    """Returns a sentence on the last checkpoint of a run."""
+    latest = run.checkpoints.latest_step()
+    where = "there is none yet" if latest is None else f"it is that of step {latest}"
+    return f"The last good checkpoint in {run.config.folder} was kept: {where}."
 
 
 def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
@@ -416,10 +396,5 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
 def _stopped(run: Run, problem: str, values: Mapping[str, float], hint: str) -> NonFiniteError:
     """Returns the error that stops a run, and closes its checkpoints."""
     run.checkpoints.close()
-    latest = run.checkpoints.latest_step()
-    where = "there is none yet" if latest is None else f"it is that of step {latest}"
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    return NonFiniteError(
-        f"{problem} ({shown}): stopped. The last good checkpoint in {run.config.folder} was kept:"
-        f" {where}. {hint}"
-    )
+    return NonFiniteError(f"{problem} ({shown}): stopped. {_last_checkpoint(run)} {hint}")

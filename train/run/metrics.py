@@ -1,5 +1,6 @@
 """Records of a run: metrics.jsonl, a picture of the loss, and the boards that show metrics."""
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Iterable
@@ -73,7 +74,10 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._writes:
+        if not self._writes:
+            return
+        # After an error, another one would hide it.
+        with contextlib.suppress(*(() if kind is None else (OSError,))):
             self._file.close()
             for board in self._boards:
                 board.close(failed=kind is not None)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: before its first step they end a program, later they let it save."""
+"""SIGTERM, SIGHUP and Ctrl-C: before its first step they end a program, later they let it save."""
 
 import contextlib
 import os
@@ -28,7 +28,10 @@ def _end(number: int, _: object) -> None:
 
 
 class StopSignal:
-    """Context that records SIGTERM and SIGINT, so that the run can be saved. A second one kills.
+    """Context that records a signal to stop, so that the run can be saved. A second one kills.
+
+    Signals are SIGTERM, SIGINT (Ctrl-C), and SIGHUP, which comes when a terminal goes away, unless
+    the run was started to outlive it (`nohup`).
 
     Attributes:
       requested: whether a signal came.
@@ -39,13 +42,16 @@ class StopSignal:
         self.requested, self.name = False, ""
 
     def __enter__(self) -> "StopSignal":
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        signals = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        self._before = {s: signal.signal(s, self._note) for s in signals}
         return self
 
     def _note(self, number: int, _: object) -> None:
         self.requested, self.name = True, signal.Signals(number).name
         with contextlib.suppress(OSError):  # Not `sys.stderr`, which in a notebook is no file.
-            os.write(2, b"stopping after this step; a second signal ends at once\n")
+            os.write(2, b"stopping after this step, then saving; a second signal ends at once\n")
         self.__exit__()
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from actjax._shards import Dims, on_shards
 from actjax.formats.blockwise import blockwise_zeros
 from models.sharding import RULES
 from train.run import sharding
-from train.run.loop import run_program
+from train.run.program import run_program
 from train.run.sharding import (
     allow_simulated_devices,
     formats_of,
