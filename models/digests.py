@@ -1,8 +1,9 @@
 """Digests, which tell that files or tensors are not what was written.
 
-A folder gets a `digests.json` with the digest of each file: XXH3 of 128 bits, by the package
-`xxhash`, which reads several gigabytes a second. Programs that do not know this file ignore it. A
-digest tells a changed bit, and nothing about who changed it.
+A digest is XXH3 of 128 bits, by the package `xxhash`, which reads several gigabytes a second. It
+tells a changed bit, and nothing about who changed it. A folder has the digests of its files in
+`digests.json`; a file of safetensors has that of its tensors in its metadata, which other readers
+ignore and other writers drop.
 """
 
 import contextlib
@@ -13,32 +14,28 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
 import xxhash
 
 from models.json_files import read_object
 
 FILE = "digests.json"
-_FILES, _OF_FILES = "xxh3_128", "digest"
+_KIND, _OF_FILES = "xxh3_128", "digest"
+_BLANK = xxhash.xxh3_128().digest_size * 2 * "0"
 
 
-def write(folder: pathlib.Path, files: Iterable[pathlib.Path], **others: Any) -> None:
-    """Writes the digests of files of a folder into it, all or none.
-
-    Args:
-      folder: the folder.
-      files: files in it or in folders of it.
-      **others: further entries, plain JSON.
-    """
+def write(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
+    """Writes the digests of files of a folder, or of folders in it, into it: all or none."""
     named = {path.relative_to(folder).as_posix(): _of_file(path) for path in sorted(files)}
-    entries = {_FILES: named, **others}
     unfinished = folder / f".{FILE}"
-    text = json.dumps({**entries, _OF_FILES: _of_entries(entries)}, indent=1)
+    text = json.dumps({_KIND: named, _OF_FILES: _of_entries(named)}, indent=1)
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(folder / FILE)
 
 
-def read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the entries of the digests of a folder; None if it has none.
+def _read(folder: pathlib.Path) -> dict[str, str] | None:
+    """Returns the digests of a folder by file; None if it has none.
 
     Raises:
       ValueError: they are damaged.
@@ -47,11 +44,10 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     entries = read_object(path)
-    own = entries.pop(_OF_FILES, None)
-    files = entries.get(_FILES)
-    if own != _of_entries(entries) or not isinstance(files, dict):
+    named = entries.get(_KIND)
+    if not isinstance(named, dict) or entries.get(_OF_FILES) != _of_entries(named):
         raise ValueError(f"{path} is damaged: it is not what was written.")
-    return entries
+    return named
 
 
 def differing(folder: pathlib.Path, part: tuple[int, int] = (0, 1)) -> list[str] | None:
@@ -64,12 +60,11 @@ def differing(folder: pathlib.Path, part: tuple[int, int] = (0, 1)) -> list[str]
     Raises:
       ValueError: the digests are damaged.
     """
-    entries = read(folder)
-    if entries is None:
+    named = _read(folder)
+    if named is None:
         return None
     i, count = part
-    names = list(entries[_FILES].items())[i::count]
-    return [name for name, digest in names if not _is(folder / name, digest)]
+    return [name for name in list(named)[i::count] if not _is(folder / name, named[name])]
 
 
 def check(folder: pathlib.Path) -> bool:
@@ -84,6 +79,42 @@ def check(folder: pathlib.Path) -> bool:
             f" {FILE} says. Copy it again; if the change was meant, remove {folder / FILE}."
         )
     return found is not None
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path, **metadata: str) -> None:
+    """Writes a file of safetensors with its digest, and with further metadata."""
+    metadata = {"format": "pt", **metadata, _KIND: _BLANK}
+    safetensors.numpy.save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        place = file.read(_header_size(path)).index(_BLANK.encode())
+        file.seek(place)
+        file.write(_of_content(path).encode())
+
+
+def check_tensors(path: pathlib.Path) -> bool:
+    """Raises a `ValueError` if a file of safetensors is not what was written.
+
+    Returns:
+      Whether it has a digest, without which it is not checked.
+    """
+    expected = metadata_of(path).get(_KIND)
+    if expected is not None and expected != _of_content(path):
+        raise ValueError(f"{path} is damaged: its tensors are not what was written. Copy it again.")
+    return expected is not None
+
+
+def metadata_of(path: pathlib.Path) -> dict[str, str]:
+    """Returns the metadata of a file of safetensors.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is truncated or damaged.") from error
 
 
 def of_tensors(files: Iterable[pathlib.Path]) -> dict[str, str]:
@@ -121,7 +152,13 @@ def _of_file(path: pathlib.Path) -> str:
         return xxhash.xxh3_128(data).hexdigest()
 
 
-def _of_entries(entries: Mapping[str, Any]) -> str:
+def _of_content(path: pathlib.Path) -> str:
+    """Returns the digest of the tensors and the metadata of a file of safetensors."""
+    others = {name: text for name, text in metadata_of(path).items() if name != _KIND}
+    return _of_entries({**of_tensors([path]), **others})
+
+
+def _of_entries(entries: Mapping[str, str]) -> str:
     return xxhash.xxh3_128(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
@@ -134,6 +171,11 @@ def _bytes(path: pathlib.Path) -> Iterator[Any]:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
+
+
+def _header_size(path: pathlib.Path) -> int:
+    with path.open("rb") as file:
+        return 8 + struct.unpack("<Q", file.read(8))[0]
 
 
 def _tensors(data: Any) -> Iterator[tuple[str, dict[str, Any], int, int]]:

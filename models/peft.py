@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from models import digests, huggingface
 from models.config import ModelConfig
@@ -27,7 +26,7 @@ from models.parameters import fetch
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base"
-"""Entry of the digests of an adapter for those of the tensors of its base."""
+"""Entry of the metadata of an adapter for the digests of the tensors of its base."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = {
     "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_pattern",
@@ -117,9 +116,8 @@ def save_adapters(
         return
     with atomic_folder(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
-        (scratch / _WEIGHTS).chmod(0o644)
-        digests.write(scratch, [scratch / _WEIGHTS], **{_BASE: dict(base_digests or {})})
+        known = {_BASE: json.dumps(dict(base_digests))} if base_digests else {}
+        digests.save_tensors(tensors, scratch / _WEIGHTS, **known)
 
 
 def load_adapters(
@@ -153,16 +151,6 @@ def load_adapters(
             raise FileNotFoundError(
                 f"the adapter '{folder}' cannot be read: no {name} in it.{advice}"
             )
-    digests.check(folder)
-    expected = (digests.read(folder) or {}).get(_BASE)
-    if base is not None and expected:
-        found = digests.of_tensors(huggingface.weight_files(base))
-        if wrong := digests.changed(expected, found):
-            raise ValueError(
-                f"the adapter '{folder}' was trained with other weights than those in '{base}':"
-                f" {wrong}. Pass the checkpoint that it was trained with; if the change was meant,"
-                f" remove {folder / digests.FILE}."
-            )
     path = folder / _CONFIG
     fields = read_object(path)
     try:
@@ -175,8 +163,24 @@ def load_adapters(
         _check_tensors(tensors, wanted)
     except ValueError as error:
         raise ValueError(f"{folder / _WEIGHTS}: {error}") from error
+    if base is not None:
+        _check_base(folder, base)
     factors = {name: _stack(settings, name, config, tensors) for name in settings.lora.targets}
     return jax.device_put(padded_adapters({"layers": factors}, config)), settings.lora
+
+
+def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
+    """Raises a `ValueError` if the base of an adapter is not that which it was trained with."""
+    known = digests.metadata_of(folder / _WEIGHTS).get(_BASE)
+    if known is None:
+        return
+    found = digests.of_tensors(huggingface.weight_files(base))
+    if wrong := digests.changed(json.loads(known), found):
+        raise ValueError(
+            f"the adapter '{folder}' was trained with other weights than those in '{base}':"
+            f" {wrong}. Pass the checkpoint that it was trained with; if the change was meant, save"
+            " the adapter with PEFT, which drops the digests of the base."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,6 +348,7 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
                 tensors[name] = file.get_tensor(name).astype(np.float32)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} cannot be read ({error}): it is truncated or damaged.") from error
+    digests.check_tensors(path)
     return tensors
 
 

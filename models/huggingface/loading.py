@@ -15,7 +15,7 @@ from models import digests
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.huggingface.config import config_of, fp8_block_of
-from models.huggingface.files import INDEX, PICKLES, SINGLE
+from models.huggingface.files import INDEX, PICKLES, SINGLE, weight_files
 from models.huggingface.fp8 import decode_blocks, read_e4m3
 from models.huggingface.names import HEAD, names_in_file
 from models.huggingface.table import Row, is_ignored, table
@@ -79,12 +79,13 @@ def load(
         tensor, or a tensor of another shape or kind.
     """
     fields, config = _read_config(folder)
-    digests.check(pathlib.Path(folder))
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     with contextlib.ExitStack() as stack:
         tensors = _Tensors(pathlib.Path(folder), fields, stack)
         rows = table(config)
         tensors.check_names(config, rows)
+        for path in weight_files(pathlib.Path(folder)):
+            digests.check_tensors(path)
         for row in rows:
             stored = parameter_of(model, row.parameter).get_value().shape
             shape = published_shape(row.parameter, stored, config)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from models import digests
 from models.config import ModelConfig
@@ -33,7 +32,7 @@ def save(
 ) -> None:
     """Writes a model as a folder that `transformers` reads.
 
-    The folder appears once everything in it is written, with digests of the weights (see
+    The folder appears once everything in it is written. Files of weights have digests (see
     `models.digests`). If several processes share the arrays, all
     of them call this function together: they fetch one tensor after the other, and the first
     process writes.
@@ -60,7 +59,6 @@ def save(
         config = _copy_beside(model, scratch, None if like is None else pathlib.Path(like))
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_tensors(model, scratch, max_shard_bytes)
-        digests.write(scratch, scratch.glob("*.safetensors"))
 
 
 def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | None) -> Any:
@@ -71,7 +69,7 @@ def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | Non
     for path in sorted(like.iterdir()):
         weights = path.suffix in (".safetensors", ".gguf", *PICKLES)
         weights = weights or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name not in ("config.json", digests.FILE):
+        if path.is_file() and not weights and path.name != "config.json":
             shutil.copyfile(path, scratch / path.name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # These weights are not quantized.
@@ -87,8 +85,7 @@ def _write_tensors(model: Decoder, scratch: pathlib.Path, max_shard_bytes: int) 
         file = SINGLE if len(shards) == 1 else several
         tensors = {name: _tensor(model, row, layer) for name, (row, layer) in shard.items()}
         total += sum(x.nbytes for x in tensors.values())
-        safetensors.numpy.save_file(tensors, scratch / file, metadata={"format": "pt"})
-        (scratch / file).chmod(0o644)
+        digests.save_tensors(tensors, scratch / file)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -195,6 +195,10 @@ def test_another_checkpoint_or_other_adapters_are_refused(folder, merged):
     ):
         with pytest.raises(BadRunError, match=message):
             run(dataclasses.replace(merged, resume=True, steps=STEPS + 1, **changes), quiet())
+    load_adapters(merged.out / "adapter", DIMS, folder / "checkpoint")
+    message = r"was trained with other weights than those in .*other.*: .* tensors changed"
+    with pytest.raises(ValueError, match=message):
+        load_adapters(merged.out / "adapter", DIMS, other)
 
 
 def test_a_resumed_run_ends_with_equal_bits_and_replaces_its_exports_and_nothing_else(merged):
@@ -323,7 +327,8 @@ def test_a_checkpoint_by_its_name_at_the_hub(folder, tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(run_export, "replace_folder", lambda path, write, _: written.append(write))
     state = SimpleNamespace(model=None)
-    export(config, SimpleNamespace(recipe=recipe, state=state, config=recipe.config), quiet())
+    parts = {"recipe": recipe, "state": state, "config": recipe.config, "identity": {}}
+    export(config, SimpleNamespace(**parts), quiet())
     # PEFT downloads the base by this name on other machines.
     assert [write.keywords["base"] for write in written] == ["org/Tiny-1.5B"]
 

@@ -45,7 +45,7 @@ _HASHED = {
     "checkpoint": "the files of `--checkpoint`",
 }
 """Parts of the identity that are hashes, which tell people nothing."""
-# Orbax warns of its own doings (there is nothing to merge, a folder is read only). What it logs with
+# Orbax warns of its own doings (nothing to merge, a folder is read only). What it logs with
 # a traceback it raises too.
 logging.getLogger("absl").addFilter(
     lambda record: record.exc_info is None and record.levelno >= logging.ERROR
@@ -135,6 +135,8 @@ class Checkpoints:
         Returns:
           Whether the checkpoint has digests. Earlier versions wrote none.
         """
+        with _as_os_error(self._manager.directory):
+            self._manager.wait_until_finished()
         with hosts.failing_together():
             part = jax.process_index(), jax.process_count()
             try:
