@@ -74,8 +74,8 @@ def apply(
     strategy (i)); `actjax.optim.subspace` takes the factors (strategy (ii)).
 
     Args:
-      tx: an optax transform. A transform that reads several arrays at once, such as
-        `optax.clip_by_global_norm`, gets one layer: use `clip`.
+      tx: an optax transform. `init` refuses one whose update of an array depends on the gradient of
+        another, such as `optax.clip_by_global_norm` (use `clip`) or `optax.apply_if_finite`.
         A mask that is a function gets one layer, or the rest. Transforms that need more than
         gradients and parameters, such as the value of the loss, are not supported.
       grads: gradient, in the structure of `params`, with `LowRank` for factored gradients.

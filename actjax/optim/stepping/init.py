@@ -1,5 +1,6 @@
 """States of stacked weights: one for each layer, and one for the rest."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,17 @@ import optax
 
 from actjax._core.paths import named_leaves
 from actjax.optim.checks import check_callable, check_transform
-from actjax.optim.layers import LayerwiseState, count_layers, default_layers, no_layers, split
+from actjax.optim.layers import (
+    LayerwiseState,
+    count_layers,
+    default_layers,
+    merge,
+    no_layers,
+    split,
+)
 from actjax.optim.projected.subspace import Subspace, SubspaceState, SubspaceTransformation
 from actjax.optim.rounding.stochastic import RoundedState, RoundedTransformation, WeightRounding
+from actjax.optim.stepping.across import check_separate
 from actjax.optim.stepping.pieces import only, plan_pieces, without
 from actjax.optim.stepping.pieces import stacked as cut_into
 
@@ -32,13 +41,37 @@ def init(
 
     Raises:
       TypeError: `tx` is not a transform, or `layers` is not a function.
-      ValueError: the arrays of the layers do not share their leading axis; a `subspace`, or a
+      ValueError: `tx` looks at several arrays at once, as `optax.clip_by_global_norm` does; the
+        arrays of the layers do not share their leading axis; a `subspace`, or a
         transform that rounds weights, is inside another transform; an input group of a `subspace`
         has weights inside and outside the layers.
     """
     check_transform("tx", tx)
     layers = default_layers(params) if layers is None else layers
     check_callable("layers", layers)
+    state = _init(tx, params, layers)
+    _check_separate(tx, params, layers)
+    return state
+
+
+def _check_separate(
+    tx: optax.GradientTransformation, params: Any, layers: Callable[[Any], Any]
+) -> None:
+    """Raises a `ValueError` for a transform that looks at several arrays at once."""
+    inner = tx.rounding.inner if isinstance(tx, RoundedTransformation) else tx
+    first = inner.init
+    if isinstance(inner, SubspaceTransformation):
+        # Not the state of the plain transform, which refreshes all bases itself.
+        first = functools.partial(inner.subspace.init_from, key=jax.random.key(0))
+    stacked, rest = split(params, layers)
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+    check_separate(first, inner.update, merge(layer, rest, params))
+
+
+def _init(
+    tx: optax.GradientTransformation, params: Any, layers: Callable[[Any], Any]
+) -> LayerwiseState:
+    """Returns what `init` does, without looking at the transform."""
     if isinstance(tx, RoundedTransformation):
         return _init_rounded(tx.rounding, params, layers)
     stacked, rest = split(params, layers)
@@ -98,7 +131,7 @@ def _init_rounded(
     rounding: WeightRounding, params: Any, layers: Callable[[Any], Any]
 ) -> LayerwiseState:
     rounding.check_params(params)
-    inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
+    inner = _init(rounding.inner, rounding.seen_by_inner(params), layers)
     stacked, rest = split(params, layers)
     cuts, count = _cuts_of(rounding.inner, rest), count_stacked(stacked, layers)
     of_rest = rounding.state_of(inner.rest, rounding.key)
@@ -144,7 +177,7 @@ def check_state(
 
     Layers are indexed in stacks, and JAX raises no error for an index out of range.
     """
-    expected = _shapes(jax.eval_shape(lambda p: init(tx, p, layers=layers), params))
+    expected = _shapes(jax.eval_shape(lambda p: _init(tx, p, layers), params))
     got = _shapes(state)
     if isinstance(state, LayerwiseState) and got == expected:
         return
