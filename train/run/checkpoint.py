@@ -2,11 +2,12 @@
 
 import contextlib
 import logging
+import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 
 from models import digests
+from models.json_files import read_object
 from train.run import hosts
 from train.settings.options import ANY_FULL_RANK, RENAMED
 
@@ -55,6 +57,30 @@ _ERRNO = re.compile(r"os_error_code='(\d+)'")
 _FILE = re.compile(r'local file "([^"]*)"')
 
 
+class _Kept(ocp.checkpoint_managers.PreservationPolicy):
+    """Keeps the latest checkpoints, and those of the least losses.
+
+    A run that goes wrong with finite losses would otherwise remove every checkpoint from before.
+    """
+
+    def __init__(self, count: int, losses: dict[int, dict[str, float]]) -> None:
+        """Args:
+        count: number of latest checkpoints to keep.
+        losses: by step and name; less is better. `Checkpoints` adds to them.
+        """
+        self._count, self._losses = count, losses
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Returns for each checkpoint, the oldest first, whether it stays."""
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = set(steps[-self._count :])
+        for name in {name for step in steps for name in self._losses.get(step, {})}:
+            known = {step: self._losses.get(step, {}).get(name, math.inf) for step in steps}
+            kept.add(min(known, key=lambda step: (known[step], -step)))
+        return [step in kept for step in steps]
+
+
 class Checkpoints:
     """The checkpoints in the folder of a run.
 
@@ -68,13 +94,14 @@ class Checkpoints:
 
         Args:
           directory: folder of the checkpoints.
-          keep: number of latest checkpoints to keep.
+          keep: number of latest checkpoints to keep. Those of the least losses stay too.
           read_only: whether the folder is only read.
         """
         self._saving: int | None = None
+        self._losses: dict[int, dict[str, float]] = {}
         sys.unraisablehook = _only_news
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
+            preservation_policy=None if read_only else _Kept(keep, self._losses),
             create=not read_only,
             read_only=read_only,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
@@ -87,6 +114,10 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             directory.absolute(), options=options, item_handlers=handlers
         )
+        for step in self.steps():
+            with contextlib.suppress(OSError, ValueError):  # Damage is found where it is read.
+                data = read_object(self._folder(step) / "data" / "metadata")
+                self._losses[step] = dict(data.get("losses", {}))
 
     def latest_step(self) -> int | None:
         """Returns the step of the last complete checkpoint, or None."""
@@ -102,7 +133,8 @@ class Checkpoints:
         Args:
           step: steps done.
           state: a pytree of arrays.
-          data: position in the training data and other plain JSON.
+          data: position in the training data and other plain JSON. `losses` has numbers by name,
+            by which the best checkpoints are kept.
           identity: identity of the run, plain JSON.
 
         Raises:
@@ -117,7 +149,7 @@ class Checkpoints:
         )
         with _as_os_error(self._manager.directory):
             self._manager.wait_until_finished()  # As `save` does.
-            self._saving = step
+            self._saving, self._losses[step] = step, data.get("losses", {})
             self._manager.save(step, args=items)
 
     def _seal(self) -> None:

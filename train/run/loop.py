@@ -241,6 +241,8 @@ class _Trainer:
         self._recorder, self._progress = recorder, progress
         self._metrics: dict[str, jax.Array] = {}
         self._skipped = 0
+        self._held_out: dict[str, float] = {}
+        self._logged: list[float] = []
         self._chooser = site_chooser(run.recipe)
         self._learning_rate = learning_rate_schedule(run.config.optimizer, run.config.steps)
         self._eval_step = jax.jit(make_eval_step(run.recipe))
@@ -290,12 +292,23 @@ class _Trainer:
         check_finite(run, step, report)
         self._recorder.record(step, **report)
         self._progress.say(step, report)
+        if "validation_loss" in report:
+            self._held_out = {"held_out": report["validation_loss"]}
+
+    def _mean_loss(self) -> dict[str, float]:
+        """Returns the mean of the losses that were logged since the last call, or the last loss."""
+        losses, self._logged = self._logged, []
+        if not losses and self._metrics:
+            losses = [float(self._metrics["loss"])]
+        return {"training": sum(losses) / len(losses)} if losses else {}
 
     def save(self) -> None:
         """Saves the run, if its last step is finite."""
         run = self._run
         check_step(run, int(run.state.step), self._metrics)
-        progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
+        losses = {**self._held_out, **self._mean_loss()}
+        position, bits = run.batches.get_state(), dict(run.recipe.bits)
+        progress = {"position": position, "bits": bits, "losses": losses}
         state = dataclasses.replace(run.state, frozen=None)
         run.checkpoints.save(int(state.step), state, progress, run.identity)
 
@@ -333,6 +346,7 @@ class _Trainer:
     def _log(self, step: int) -> None:
         check_step(self._run, step, self._metrics)
         values = {name: float(value) for name, value in self._metrics.items()}
+        self._logged.append(values["loss"])
         skipped = int(values.get("skipped", 0))
         updates = max(0, step - 1 - skipped)
         values["learning_rate"] = float(jnp.asarray(self._learning_rate(updates)))

@@ -207,7 +207,8 @@ class RunConfig:
     save_every: int = 100
     """Steps between two checkpoints. The last step is always saved."""
     keep: int = 2
-    """Number of latest checkpoints to keep."""
+    """Number of latest checkpoints to keep. Those of the best held-out loss and of the best mean
+    loss of training stay too."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",

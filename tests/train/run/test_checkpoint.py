@@ -151,6 +151,28 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, item):
         again.restore(2, like(SMALL), IDENTITY)
 
 
+def test_the_checkpoints_of_the_least_losses_stay(tmp_path):
+    def losses(training, **held_out):
+        return {"losses": {"training": training, **held_out}}
+
+    rows = {
+        1: losses(5.0, held_out=5.2),
+        2: losses(4.0, held_out=4.0),
+        3: losses(3.9, held_out=4.1),
+        4: losses(9.0, held_out=9.5),
+        5: {},
+    }
+    with opened(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, jax.device_put(SMALL), rows[step], IDENTITY)
+    assert Checkpoints(tmp_path, keep=1, read_only=True).steps() == [2, 3, 4]
+    with opened(tmp_path, keep=1) as again:  # They are read from the folders.
+        again.save(5, jax.device_put(SMALL), rows[5], IDENTITY)
+        again.save(6, jax.device_put(SMALL), losses(1.0), IDENTITY)
+        assert again.restore(2, like(SMALL), IDENTITY)[1] == rows[2]
+    assert Checkpoints(tmp_path, keep=1, read_only=True).steps() == [2, 6]
+
+
 def test_every_changed_bit_is_found_and_tells_the_array(tmp_path):
     save(tmp_path, 1, 2, state={"w": np.arange(100, dtype=np.float32), "b": SMALL["w"]})
     files = sorted(path for path in (tmp_path / "2").glob("*/**/*") if path.is_file())
