@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
+import queue
 import re
 import signal
 
@@ -349,16 +351,18 @@ def test_a_new_run_replaces_nothing_that_it_did_not_write(folder):
         (config.out / name / "mine").unlink()
 
 
-@pytest.mark.usefixtures("exits_raise")
 def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capfd):
+    ended = queue.Queue()
+
     def interrupted(*_: object) -> None:
         assert signal.getsignal(signal.SIGTERM) == before
         signal.raise_signal(signal.SIGINT)
+        raise BadRunError(str(ended.get(timeout=10)))  # The program would have ended.
 
+    monkeypatch.setattr(os, "_exit", ended.put)
     before, on_interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(pretrain, "prepare", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        run_program(lambda: run(make_config(folder, "interrupted"), quiet()))
-    assert stopped.value.code == 130
-    assert capfd.readouterr().err.endswith("interrupted\n")
+    run_program(lambda: run(make_config(folder, "interrupted"), quiet()))
+    assert ended.get() == BadRunError.exit_code
+    assert capfd.readouterr().err.endswith("interrupted\nerror: 130\n")
     assert signal.getsignal(signal.SIGINT) == on_interrupt

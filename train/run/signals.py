@@ -1,30 +1,66 @@
-"""SIGTERM, SIGHUP and Ctrl-C: before its first step they end a program, later they let it save."""
+"""SIGTERM, SIGHUP and Ctrl-C: before its first step they end a program, later they let it save.
+
+Python runs a handler between two of its own operations, and so not while XLA compiles or a step
+runs, for minutes. A thread therefore reads the signals from a pipe, which the system fills at once.
+"""
 
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+_reactions: dict[int, Callable[[int], None]] = {}
+"""What the thread does on a signal, by number."""
+
+
+@contextlib.contextmanager
+def _reacting(reactions: Mapping[signal.Signals, Callable[[int], None]]) -> Iterator[None]:
+    """Context in which a thread reacts to signals within a moment, whatever the program does."""
+    former = dict(_reactions)
+    _reactions.update({int(number): react for number, react in reactions.items()})
+    handlers = {number: signal.signal(number, lambda *_: None) for number in reactions}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    pipe = signal.set_wakeup_fd(writer)
+    thread = threading.Thread(target=_watch, args=(reader,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(pipe)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        _reactions.clear()
+        _reactions.update(former)
+
+
+def _watch(reader: int) -> None:
+    """Reacts to each signal that a pipe tells, until the pipe is closed."""
+    while numbers := os.read(reader, 64):
+        for number in numbers:
+            if number in _reactions:
+                _reactions[number](number)
 
 
 @contextlib.contextmanager
 def ending_on_ctrl_c() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process with 130.
-
-    A `KeyboardInterrupt`, as Python raises it, may be lost in a callback of JAX.
-    """
-    before = signal.signal(signal.SIGINT, _end)
-    try:
+    """Context in which Ctrl-C ends the process with 130."""
+    with _reacting({signal.SIGINT: _end}):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
-def _end(number: int, _: object) -> None:
-    os.write(sys.stderr.fileno(), b"interrupted\n")
-    with contextlib.suppress(RuntimeError):  # It came while something was printed.
-        sys.stdout.flush()
+def _end(number: int) -> None:
+    _say(b"interrupted\n")
     os._exit(128 + number)
+
+
+def _say(line: bytes) -> None:
+    with contextlib.suppress(OSError):  # Not `sys.stderr`, which in a notebook is no file.
+        os.write(2, line)
 
 
 class StopSignal:
@@ -40,20 +76,20 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested, self.name = False, ""
+        self._context = contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignal":
-        signals = [signal.SIGTERM, signal.SIGINT]
+        numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
-        self._before = {s: signal.signal(s, self._note) for s in signals}
+            numbers.append(signal.SIGHUP)
+        self._context.enter_context(_reacting(dict.fromkeys(numbers, self._note)))
         return self
 
-    def _note(self, number: int, _: object) -> None:
+    def _note(self, number: int) -> None:
+        if self.requested:
+            _end(number)
         self.requested, self.name = True, signal.Signals(number).name
-        with contextlib.suppress(OSError):  # Not `sys.stderr`, which in a notebook is no file.
-            os.write(2, b"stopping after this step, then saving; a second signal ends at once\n")
-        self.__exit__()
+        _say(b"stopping after this step, then saving; a second signal ends at once, unsaved\n")
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._context.close()

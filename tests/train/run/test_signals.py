@@ -1,0 +1,64 @@
+"""Signals to stop: acknowledged within a moment, whatever the program does."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.train.runs import REPOSITORY
+
+PROGRAM = """
+import hashlib, sys
+from train.run.signals import StopSignal, ending_on_ctrl_c
+
+def work():
+    print("ready", flush=True)
+    # Python runs no handler before it returns, as in a compilation or a step.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))
+
+with ending_on_ctrl_c():
+    if sys.argv[1] == "before":
+        work()
+    with StopSignal() as stop:
+        if sys.argv[1] == "steps":
+            work()
+        print("saved", stop.requested, stop.name)
+"""
+MINUTES, MOMENT = 10**9, 10**6
+"""Rounds of a hash."""
+
+
+def start(part: str, rounds: int) -> subprocess.Popen:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, part, str(rounds)], cwd=REPOSITORY, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert program.stdout.readline() == "ready\n"
+    return program
+
+
+def test_before_the_first_step_ctrl_c_ends_the_program_at_once():
+    program = start("before", MINUTES)
+    program.send_signal(signal.SIGINT)
+    assert program.communicate(timeout=60) == ("", "interrupted\n")
+    assert program.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_in_a_step_a_signal_is_acknowledged_at_once_and_a_second_one_ends(number):
+    program = start("steps", MINUTES)
+    program.send_signal(number)
+    assert program.stderr.readline().startswith("stopping after this step, then saving")
+    program.send_signal(signal.SIGTERM)
+    assert program.communicate(timeout=60) == ("", "interrupted\n")
+    assert program.returncode == 128 + signal.SIGTERM
+
+
+def test_one_signal_lets_the_run_save():
+    program = start("steps", MOMENT)
+    program.send_signal(signal.SIGHUP)
+    printed, said = program.communicate(timeout=60)
+    assert printed == "saved True SIGHUP\n"
+    assert len(said.splitlines()) == 1
+    assert program.returncode == 0
