@@ -205,6 +205,8 @@ def train(run: Run, console: Console) -> int:
             if 0 < start < config.steps:
                 remove_exports(config.folder, console)
             agreement, stop = hosts.Agreement(), StopSignal()
+            if start < config.steps:
+                console.print(f"step {start + 1} of {config.steps} is running", style="dim")
             with stop:
                 for step in range(start + 1, config.steps + 1):
                     if agreement.any(stop.requested):
@@ -241,6 +243,7 @@ class _Trainer:
         self._recorder, self._progress = recorder, progress
         self._metrics: dict[str, jax.Array] = {}
         self._skipped = 0
+        self._first = int(run.state.step) + 1
         self._held_out: dict[str, float] = {}
         self._logged: list[float] = []
         self._chooser = site_chooser(run.recipe)
@@ -269,8 +272,10 @@ class _Trainer:
         run.state = state
         config = run.config
         is_last = step == config.steps
-        if is_last or step % config.log_every == 0:
+        if is_last or step % config.log_every == 0 or step == 1:
             self._log(step)
+        elif step == self._first or self._progress.is_silent():
+            self._progress.log(step, float(self._metrics["loss"]))
         with self._progress.paused():
             if is_last or step % config.eval_every == 0:
                 self.evaluate(step)

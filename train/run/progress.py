@@ -17,6 +17,10 @@ _SHOWN = {
 }
 
 
+_SILENT = 15
+"""Seconds without a line after which a step gets one, also between those of `--log-every`."""
+
+
 class Progress:
     """A progress bar with loss, tokens/s and time left; lines of text without a terminal."""
 
@@ -60,6 +64,10 @@ class Progress:
         if not self._console.is_terminal:
             self._console.print(f"step {step}: loss {loss:.4f}, {shown}")
         return speed
+
+    def is_silent(self) -> bool:
+        """Returns whether the last line is long ago, as where a step takes minutes."""
+        return time.perf_counter() - self._since > _SILENT
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

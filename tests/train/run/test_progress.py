@@ -30,3 +30,14 @@ def test_the_speed_excludes_pauses(monkeypatch):
     with progress.paused():
         pass
     assert progress.log(4, 1.0) == pytest.approx(4 * 100 / 2.0)
+
+
+def test_a_step_that_takes_long_is_due_for_a_line(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = Progress(Console(file=io.StringIO()), start=0, steps=10, tokens=100)
+    assert not progress.is_silent()
+    now[0] = 16.0
+    assert progress.is_silent()
+    progress.log(1, 2.0)
+    assert not progress.is_silent()
