@@ -296,12 +296,18 @@ def _keep(_: Candidate) -> None:
 
 
 def _compiled(fun: Callable[..., Any], *args: Any, memory_of: Memory | None = None) -> _Program:
-    traced = jax.jit(fun).trace(*args)
     options: Any = _SMALLER_HEAP if jax.default_backend() == "cpu" else None
-    compiled = traced.lower().compile(options)
+    with jax.disable_jit(False):
+        traced = jax.jit(fun).trace(*args)
+        compiled = traced.lower().compile(options)
     if memory_of is None:
         analysis: Any = compiled.memory_analysis()
         memory = analysis.temp_size_in_bytes
     else:
         memory = memory_of(fun, *args)
-    return _Program(compiled, memory, product_flops(traced.jaxpr.jaxpr))
+
+    def run(*args: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(*args)
+
+    return _Program(run, memory, product_flops(traced.jaxpr.jaxpr))

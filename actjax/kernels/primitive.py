@@ -318,10 +318,16 @@ _kernel = core.Primitive("actjax_kernel")
 _kernel.multiple_results = True
 
 
-@_kernel.def_impl
 @functools.partial(jax.jit, static_argnames="call")
-def _run(*leaves: jax.Array, call: _Call) -> list[jax.Array]:
+def _jitted(*leaves: jax.Array, call: _Call) -> list[jax.Array]:
     return _kernel.bind(*leaves, call=call)
+
+
+@_kernel.def_impl
+def _run(*leaves: jax.Array, call: _Call) -> list[jax.Array]:
+    # As JAX runs its own primitives: without jit the kernel would call itself.
+    with jax.disable_jit(False):
+        return _jitted(*leaves, call=call)
 
 
 @_kernel.def_abstract_eval
