@@ -197,14 +197,14 @@ def _compress(
 
     if all(data):
         return run(*inputs)
-    plan = make_plan(run, inputs, names, dies, data, settings, one_way)
+    plan, codecs = make_plan(run, inputs, names, dies, data, settings, one_way)
     if not plan.kept and not (one_way and plan.smooth_outputs):
         return run(*inputs)
-    for i, codec in enumerate(plan.codecs):
+    for i, codec in enumerate(codecs):
         if isinstance(codec, Codec | Reshaped) and codec.needs_key:
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
-    return run_compressed(plan, run, inputs, plan.codecs, key)
+    return run_compressed(plan, run, inputs, codecs, key)
 
 
 def _run_once(

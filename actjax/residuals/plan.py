@@ -29,7 +29,6 @@ class ResidualPlan:
       forward: from inputs to outputs and stored arrays, in the order of `kept`.
       outputs: number of outputs.
       kept: the stored arrays.
-      codecs: the codec of each stored array; None if it is stored exactly.
       leaves: for each leaf of the pullback its variable in the forward program, or a literal.
       graph: how the leaves are rebuilt from the stored arrays.
       backward: the pullback, from its leaves and the cotangents of the smooth outputs to the
@@ -42,7 +41,6 @@ class ResidualPlan:
     forward: core.ClosedJaxpr
     outputs: int
     kept: tuple[Kept, ...]
-    codecs: tuple[ResidualCodec | None, ...]
     leaves: tuple[core.Var | core.Literal, ...]
     graph: Graph
     backward: core.ClosedJaxpr
@@ -73,7 +71,6 @@ class ResidualPlan:
             self,
             forward=core.ClosedJaxpr(forward, self.forward.consts),
             kept=tuple(self.kept[i] for i in places),
-            codecs=tuple(self.codecs[i] for i in places),
             backward=core.ClosedJaxpr(backward, self.backward.consts),
             smooth_inputs=tuple(self.smooth_inputs[i] for i in chosen),
         )
@@ -115,8 +112,11 @@ def make_plan(
     fixed: Sequence[bool],
     settings: Settings,
     one_way: dict[int, str],
-) -> ResidualPlan:
+) -> tuple[ResidualPlan, list[ResidualCodec | None]]:
     """Traces a function with its pullback, and decides what to store for the pullback.
+
+    Returns the plan, and the codec of each stored array; None if it is stored exactly. A codec may
+    hold arrays, which are arguments of what the plan is a static part of.
 
     Args:
       run: from inputs to outputs.
@@ -144,11 +144,10 @@ def make_plan(
         for i, (k, reason) in enumerate(zip(described, reasons, strict=True))
     ]
     shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *to_store])
-    return ResidualPlan(
+    plan = ResidualPlan(
         forward=core.ClosedJaxpr(shortened, traced.forward.consts),
         outputs=count,
         kept=tuple(settled),
-        codecs=tuple(codecs),
         leaves=tuple(leaves),
         graph=graph,
         backward=traced.backward,
@@ -156,6 +155,7 @@ def make_plan(
         one_way=one_way,
         smooth_outputs=traced.smooth_outputs,
     )
+    return plan, codecs
 
 
 @dataclasses.dataclass(frozen=True)
