@@ -25,7 +25,7 @@ def orthonormalize(y: jax.Array) -> jax.Array:
     spans the range of `y`.
     """
     y = y.astype(accumulation_dtype(y.dtype))
-    largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
+    largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)), keepdims=True)
     y = y / jnp.where(largest > 0, largest, 1)
     return _cholesky_qr(_cholesky_qr(y))
 

@@ -1,5 +1,7 @@
 """Products that accumulate at least in float32, and quotients of scales of any size."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -10,7 +12,22 @@ from actjax._shards import is_partitioned
 
 def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns the accumulation dtype: float64 if one of `dtypes` is float64, else float32."""
-    return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
+    return common_dtype(*dtypes, jnp.float32)
+
+
+def common_dtype(*operands: Any) -> jnp.dtype:
+    """Returns the dtype that JAX promotes arrays, numbers or dtypes to, even where it may not.
+
+    `jax.numpy_dtype_promotion` may forbid that an operation promotes its operands.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(jnp.result_type(*operands))
+
+
+def promoted(*operands: jax.typing.ArrayLike) -> list[jax.Array]:
+    """Returns arrays and numbers in their common dtype."""
+    dtype = common_dtype(*operands)
+    return [jnp.asarray(x, dtype) for x in operands]
 
 
 def product_dtype(x: jax.Array, *dtypes: jax.typing.DTypeLike) -> jnp.dtype:
@@ -25,7 +42,7 @@ def product_dtype(x: jax.Array, *dtypes: jax.typing.DTypeLike) -> jnp.dtype:
       x: an operand.
       *dtypes: of other operands, and of the result.
     """
-    narrow = jnp.result_type(x.dtype, *dtypes)
+    narrow = common_dtype(x.dtype, *dtypes)
     rounds = narrow.itemsize == 2 and jax.default_backend() in ("gpu", "tpu")
     return narrow if rounds and not is_partitioned(x) else accumulation_dtype(narrow)
 
@@ -114,6 +131,14 @@ def _of_last_axes(a: jax.Array, b: jax.Array) -> NamedSharding | None:
     rows, columns = aval_a.sharding.spec[-1], aval_b.sharding.spec[-1]
     # One mesh axis cannot divide both.
     return NamedSharding(mesh, PartitionSpec(rows, None if columns == rows else columns))
+
+
+def by_feature(numbers: jax.typing.ArrayLike, x: jax.Array) -> jax.Array:
+    """Returns numbers of features, [d], in the dtype and with the rank of `x`, as [1, ..., 1, d].
+
+    So an operation with `x` does not promote ranks, which `jax.numpy_rank_promotion` may forbid.
+    """
+    return jax.lax.broadcast_to_rank(jnp.asarray(numbers, x.dtype), x.ndim)
 
 
 def row_major(x: jax.Array) -> jax.Array:

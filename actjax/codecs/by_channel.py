@@ -91,8 +91,8 @@ def encode(
     """
     part = group_scales.prepare(group_scales.without(channels, x), format)
     if centre is not None:
-        part = part - _numbers(centre, part.dtype, format)
-    unit = _numbers(scale, part.dtype, format)
+        part = part - _numbers(centre, part.dtype, part.ndim, format)
+    unit = _numbers(scale, part.dtype, part.ndim, format)
     shift = None if seed is None else draw(seed, part.shape)
     codes = fmt.joined(codes_of(part, None, unit, shift, format))
     return ChannelCode(
@@ -115,14 +115,16 @@ def decode(code: ChannelCode) -> jax.Array:
     groups = code.features // format.group
     codes = codes.reshape(*codes.shape[:-1], groups, format.group)
     shift = None if code.seed is None else draw(code.seed, codes.shape)
-    part = values_of(codes, None, _numbers(code.scale, wide, format), shift, format)
+    unit = _numbers(code.scale, wide, codes.ndim, format)
+    part = values_of(codes, None, unit, shift, format)
     if code.centre is not None:
-        part = part + _numbers(code.centre, wide, format)
+        part = part + _numbers(code.centre, wide, codes.ndim, format)
     x = fmt.joined(rotate_back(part) if format.rotate else part, code.features).astype(code.dtype)
     return group_scales.with_channels(code.channels, code.outliers, x)
 
 
-def _numbers(stored: jax.Array, dtype: Any, format: fmt.Format) -> jax.Array:
-    """Returns stored scales or centres of all channels of groups, [groups, group]."""
+def _numbers(stored: jax.Array, dtype: Any, rank: int, format: fmt.Format) -> jax.Array:
+    """Returns stored scales or centres of all channels of groups, [1, ..., 1, groups, group]."""
     numbers = stored.view(format.scale_dtype).astype(dtype)
-    return numbers.reshape(len(numbers) // format.group, format.group)
+    grouped = numbers.reshape(len(numbers) // format.group, format.group)
+    return jax.lax.broadcast_to_rank(grouped, rank)

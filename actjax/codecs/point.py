@@ -213,6 +213,7 @@ def scaled_sums(index: jax.Array, scale: jax.Array, values: jax.Array, segments:
       segments: k.
     """
     columns = jnp.arange(segments, dtype=jnp.int32)
+    columns = jax.lax.broadcast_to_rank(columns, index.ndim + 1)
     factor = scale[..., None].astype(values.dtype)
     selection = jnp.where(index[..., None].astype(jnp.int32) == columns, factor, 0)
     return contract_tokens(selection, values)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import accumulation_dtype, over
+from actjax._math.precision import accumulation_dtype, by_feature, over
 from actjax._shards import is_partitioned
 from actjax.formats.code import ScaleDtype
 from actjax.formats.scales import stored
@@ -194,7 +194,7 @@ def weighted_sums(tokens: jax.Array, centre: jax.Array | None = None) -> tuple[A
 
     if centre is None:
         return jnp.sum(weighted(exist)), jnp.sum(weighted(wide), 0)
-    apart = wide - centre
+    apart = wide - by_feature(centre, wide)
     return jnp.sum(weighted(exist)), jnp.sum(weighted(apart) * apart, 0)
 
 

@@ -262,7 +262,8 @@ def fraction_of_hash(x: jax.Array) -> jax.Array:
 
 def pack_nibbles(index: jax.Array) -> jax.Array:
     """Returns numbers below 16 in groups, int32 [..., groups, group], as bytes [..., bytes]."""
-    halves = index.reshape(*index.shape[:-1], 2, -1) << _SHIFTS
+    halves = index.reshape(*index.shape[:-1], 2, -1)
+    halves = halves << jax.lax.broadcast_to_rank(_SHIFTS, halves.ndim)
     # A sum, which XLA fuses with the numbers, unlike two slices of them.
     return jnp.sum(halves, axis=-2).reshape(*index.shape[:-2], -1).astype(jnp.uint8)
 
@@ -271,7 +272,8 @@ def unpack_nibbles(codes: jax.Array, group: int) -> jax.Array:
     """Returns what `pack_nibbles` packed, int32 [..., groups, group]."""
     halves = codes.reshape(*codes.shape[:-1], -1, 1, group // 2).astype(jnp.int32)
     # Shifts of the same bytes: XLA for CPUs writes joined halves to memory.
-    return ((halves >> _SHIFTS) & 15).reshape(*codes.shape[:-1], -1, group)
+    halves = (halves >> jax.lax.broadcast_to_rank(_SHIFTS, halves.ndim)) & 15
+    return halves.reshape(*codes.shape[:-1], -1, group)
 
 
 def _check_matrix(moment: str, shape: Sequence[int]) -> None:

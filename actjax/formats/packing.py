@@ -96,7 +96,8 @@ def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
     if count * size > run:
         runs = jnp.pad(runs, ((0, 0),) * (runs.ndim - 1) + ((0, count * size - run),))
     slices = runs.reshape(*runs.shape[:-1], count, size)
-    shifted = slices << (width * jnp.arange(count, dtype=jnp.uint8)[:, None])
+    shifts = width * jnp.arange(count, dtype=jnp.uint8)[:, None]
+    shifted = slices << jax.lax.broadcast_to_rank(shifts, slices.ndim)
     # A sum, not a chain of operations on slices: with these a CPU takes five times longer, since
     # XLA fuses the computation of the codes with a reshape of the result.
     packed = jnp.sum(shifted, axis=-2, dtype=jnp.uint8)
@@ -109,7 +110,8 @@ def _unpack_runs(plane: jax.Array, width: int, features: int, run: int, fuse: bo
     grouped = plane.reshape(*plane.shape[:-1], runs, plane.shape[-1] // max(runs, 1))
     size, shifts = grouped.shape[-1], np.arange(0, 8, width, dtype=np.uint8)
     if fuse and size & (size - 1) == 0:
-        rows = (grouped[..., None, :] >> shifts[:, None]) & (2**width - 1)
+        by_row = jax.lax.broadcast_to_rank(shifts[:, None], grouped.ndim + 1)
+        rows = (grouped[..., None, :] >> by_row) & (2**width - 1)
         rows = rows.reshape(*grouped.shape[:-1], size * shifts.size)
     else:
         # XLA for CPUs computes a concatenation apart, in a kernel that no other layer shares.

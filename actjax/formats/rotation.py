@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, by_feature
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -20,14 +20,14 @@ def rotate(x: jax.Array) -> jax.Array:
     and inner products.
     """
     signs, matrix = signs_of(x.shape[-1]), hadamard(block_size(x.shape[-1]))
-    return _by_blocks(x * jnp.asarray(signs, x.dtype), matrix)
+    return _by_blocks(x * by_feature(signs, x), matrix)
 
 
 def rotate_back(y: jax.Array) -> jax.Array:
     """Returns the argument of `rotate`; its inverse."""
     signs, matrix = signs_of(y.shape[-1]), hadamard(block_size(y.shape[-1]))
     x = _by_blocks(y, matrix.T)
-    return x * jnp.asarray(signs, x.dtype)
+    return x * by_feature(signs, x)
 
 
 def block_size(features: int) -> int:

@@ -219,11 +219,11 @@ class _Tile:
         wide = accumulation_dtype(q.dtype)
         scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
         rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
-        columns = j * k.shape[-2] + jnp.arange(k.shape[-2])
+        columns = j * k.shape[-2] + jnp.arange(k.shape[-2])[None]
         seen = self.mask.sees(rows, columns) & (columns < self.length)
         if self.segments is not None:
             same = self.segments[i][:, :, None] == self.segments[j][:, None, :]
-            seen = seen & same[:, None, None]
+            seen = jax.lax.broadcast_to_rank(seen, scores.ndim) & same[:, None, None]
         return jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
 
 
@@ -320,9 +320,10 @@ def _dense(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
     scores /= math.sqrt(q.shape[-1])
     positions = jnp.arange(q.shape[1])
-    seen = mask.sees(positions[:, None], positions)
+    seen = mask.sees(positions[:, None], positions[None])
     if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
+        same = segments[:, :, None] == segments[:, None, :]
+        seen = jax.lax.broadcast_to_rank(seen, scores.ndim) & same[:, None, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bghst,btgd->bsghd", weights, v, preferred_element_type=wide)

@@ -139,8 +139,9 @@ def picked(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def is_label(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Returns for each logit of a chunk whether it is that of the label, [c, V]."""
-    return jnp.arange(logits.shape[-1]) == label[:, None]
+    """Returns 1 for the logit of each label and 0 for all others, [c, V]."""
+    is_same = jnp.arange(logits.shape[-1])[None] == label[:, None]
+    return is_same.astype(logits.dtype)
 
 
 def gradients(

@@ -215,8 +215,8 @@ class _Rows:
 
     def _bias(self, i: Any, width: int, dtype: jnp.dtype) -> jax.Array:
         """Returns the bias [B, 1, chunk, width * chunk] that hides what chunk i does not see."""
-        positions = i * self.chunk + jnp.arange(self.chunk)[:, None]
-        columns = self._start(i, width) + jnp.arange(width * self.chunk)
+        positions = i * self.chunk + jnp.arange(self.chunk)[None, :, None]
+        columns = self._start(i, width) + jnp.arange(width * self.chunk)[None, None]
         (key_segments,) = self.keys(i, width, self.segments)
         same = self.queries(i, self.segments)[:, :, None] == key_segments[:, None, :]
         seen = same & self.mask.sees(positions, columns) & (columns < self.length)

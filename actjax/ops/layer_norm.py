@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, by_feature
 from actjax.codecs import Codec, Exact
 
 
@@ -91,8 +91,8 @@ def _layer_norm(
 ) -> jax.Array:
     del name
     y, _ = _normalize(x, eps)
-    y = y if scale is None else y * scale.astype(y.dtype)
-    return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
+    y = y if scale is None else y * by_feature(scale, y)
+    return (y if bias is None else y + by_feature(bias, y)).astype(x.dtype)
 
 
 def _normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +116,7 @@ def _layer_norm_bwd(eps, name, residuals, dy):
         unit, inverse = _normalize(x, eps)
         dy = dy.astype(unit.dtype)
         tokens = tuple(range(dy.ndim - 1))
-        dunit = dy if scale is None else dy * scale.astype(dy.dtype)
+        dunit = dy if scale is None else dy * by_feature(scale, dy)
         along = unit * jnp.mean(dunit * unit, axis=-1, keepdims=True)
         dx = inverse * (dunit - jnp.mean(dunit, axis=-1, keepdims=True) - along)
         dscale = None if scale is None else jnp.sum(dy * unit, tokens).astype(scale.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from actjax._core.coded_call import Operator, coded_call
 from actjax._core.tags import encoded_first, keep, name_code
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, by_feature
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
 from actjax.residuals.graph.uses import mark_weights
@@ -105,7 +105,7 @@ class _Product(Operator):
 def _products(x: jax.Array, weights: Sequence[Weight], biases: Biases) -> tuple[jax.Array, ...]:
     products = [w.times(x) for w in weights]
     pairs = zip(products, biases, strict=True)
-    return tuple((z if b is None else z + b.astype(z.dtype)).astype(x.dtype) for z, b in pairs)
+    return tuple((z if b is None else z + by_feature(b, z)).astype(x.dtype) for z, b in pairs)
 
 
 def _keep_input(

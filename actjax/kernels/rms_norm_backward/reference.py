@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, by_feature
 from actjax.formats.code import QuantizedCode
 from actjax.formats.quantize import dequantize
 
@@ -21,8 +21,9 @@ def rms_norm_backward(
     wide = accumulation_dtype(x.dtype)
     decoded = dequantize(x) if isinstance(x, QuantizedCode) else x
     unit, inverse = normalize(decoded.astype(wide), eps)
-    dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
-    value = (unit * scale.astype(wide)).astype(x.dtype) if with_value else None
+    factor = by_feature(scale, unit)
+    dx, dscale = grads(unit, inverse, factor, dy.astype(wide))
+    value = (unit * factor).astype(x.dtype) if with_value else None
     dx = dx.astype(x.dtype)
     return value, dx if addend is None else dx + addend, dscale.astype(scale.dtype)
 

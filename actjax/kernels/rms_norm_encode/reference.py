@@ -2,7 +2,7 @@
 
 import jax
 
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, by_feature
 from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 from actjax.formats.quantize import quantize
 from actjax.kernels.rms_norm_backward.reference import normalize
@@ -18,4 +18,4 @@ def rms_norm_encode(
 def value(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Returns `x / sqrt(mean(x²) + eps) * scale`, in the dtype of `x`."""
     unit, _ = normalize(x.astype(accumulation_dtype(x.dtype)), eps)
-    return (unit * scale.astype(unit.dtype)).astype(x.dtype)
+    return (unit * by_feature(scale, unit)).astype(x.dtype)

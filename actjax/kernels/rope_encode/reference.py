@@ -28,6 +28,8 @@ def value(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     heads = math.prod(x.shape[2:]) // (2 * cos.shape[-1])
     halves = x.reshape(*x.shape[:2], heads, 2, cos.shape[-1]).astype(accumulation_dtype(x.dtype))
     # One expression of both halves: XLA for GPUs reads the operands of a concatenation separately.
-    opposite = halves[..., ::-1, :] * np.asarray([[-1], [1]], halves.dtype)
-    rotated = halves * cos[:, None, None] + opposite * sin[:, None, None]
+    signs = jax.lax.broadcast_to_rank(np.asarray([[-1], [1]], halves.dtype), halves.ndim)
+    opposite = halves[..., ::-1, :] * signs
+    cos, sin = (table.astype(halves.dtype)[None, :, None, None] for table in (cos, sin))
+    rotated = halves * cos + opposite * sin
     return rotated.astype(x.dtype).reshape(x.shape)
