@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, promoted
 from actjax.factored.low_rank import LowRank, is_low_rank
 
 
@@ -111,7 +111,7 @@ def _scaled(g: Any, weight: jax.Array) -> Any:
     if is_low_rank(g):
         return (g if g.basis_name is None else _wide(g)) * weight
     wide = _wide(g)
-    return (wide * weight).astype(wide.dtype)
+    return jnp.multiply(*promoted(wide, weight)).astype(wide.dtype)
 
 
 def _zeros(g: Any) -> Any:

@@ -169,7 +169,8 @@ def worst_error(gradient: Sequence[jax.Array], exact: Sequence[jax.Array]) -> ja
     least = _LEAST_LEAF**2 * shares * total
     by_array = jnp.sum(shares * wrong / jnp.maximum(norms, least))
     # If the exact gradient is zero everywhere, any difference is an error.
-    overall = jnp.where(total > 0, jnp.sum(wrong) / total, jnp.sum(wrong) > 0)
+    is_wrong = (jnp.sum(wrong) > 0).astype(_WIDE)
+    overall = jnp.where(total > 0, jnp.sum(wrong) / total, is_wrong)
     return jnp.sqrt(jnp.maximum(overall, jnp.where(total > 0, by_array, 0)))
 
 

@@ -247,8 +247,9 @@ class Quantized(Codec):
         count = self._outlier_count(x.shape[-1])
         if count == 0:
             return None
-        largest = jnp.max(jnp.abs(x), initial=0)
-        unit = x.astype(accumulation_dtype(x.dtype)) / jnp.where(largest > 0, largest, 1)
+        wide = x.astype(accumulation_dtype(x.dtype))
+        largest = jnp.max(jnp.abs(x), initial=0).astype(wide.dtype)
+        unit = wide / jnp.where(largest > 0, largest, 1)
         norms = jnp.sum(unit * unit, axis=range(x.ndim - 1))
         return jax.lax.top_k(gathered(norms, axes=(0,)), count)[1].astype(jnp.int32)
 

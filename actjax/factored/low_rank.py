@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.orthogonal import for_each_matrix
-from actjax._math.precision import accumulation_dtype, matmul
+from actjax._math.precision import accumulation_dtype, common_dtype, matmul, promoted
 from actjax._math.squares import sum_of_squares
 
 
@@ -73,7 +73,7 @@ class LowRank:
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of `dense()`."""
-        return jnp.dtype(jnp.result_type(self.left, self.right))
+        return common_dtype(self.left, self.right)
 
     @property
     def nbytes(self) -> int:
@@ -180,14 +180,16 @@ class LowRank:
         """Returns the matrix times a scalar, which multiplies `right`."""
         if isinstance(scalar, LowRank) or jnp.ndim(scalar) != 0:
             raise TypeError(f"{self} can be multiplied by a scalar only: use `dense()` for more.")
-        return dataclasses.replace(self, right=(self.right * scalar).astype(self.right.dtype))
+        right, factor = promoted(self.right, scalar)
+        return dataclasses.replace(self, right=(right * factor).astype(self.right.dtype))
 
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: jax.typing.ArrayLike) -> "LowRank":
         if isinstance(scalar, LowRank) or jnp.ndim(scalar) != 0:
             raise TypeError(f"{self} can be divided by a scalar only: use `dense()` for more.")
-        return dataclasses.replace(self, right=(self.right / scalar).astype(self.right.dtype))
+        right, divisor = promoted(self.right, scalar)
+        return dataclasses.replace(self, right=(right / divisor).astype(self.right.dtype))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{self} is not an array: call `dense()` to get one, [d, n].")
@@ -296,7 +298,7 @@ def scale_tree(tree: Any, factor: jax.Array) -> Any:
     def scale(leaf: Any) -> Any:
         if is_low_rank(leaf):
             return leaf * factor
-        return (leaf * factor).astype(jnp.result_type(leaf))
+        return jnp.multiply(*promoted(leaf, factor)).astype(jnp.result_type(leaf))
 
     return jax.tree.map(scale, tree, is_leaf=is_low_rank)
 

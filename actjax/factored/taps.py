@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.paths import named_leaves
+from actjax._math.precision import common_dtype
 from actjax.codecs.basis import BITS
 from actjax.factored.low_rank import LowRank
 from actjax.factored.tapped import TappedWeight
@@ -166,7 +167,7 @@ def _plan(
         if not in_basis and all(use.rank == 0 for use in linear):
             continue
         _check_uses(path, path_uses, in_basis)
-        widest[name] = jnp.promote_types(widest.get(name, dtypes[i]), dtypes[i])
+        widest[name] = common_dtype(widest.get(name, dtypes[i]), dtypes[i])
         plans[i] = _Tapped(path, name, rank, name == path, in_basis, dtypes[i])
     unknown = sorted(set(bases.arrays) - {plan.input_name for plan in plans.values()})
     if unknown:

@@ -106,7 +106,8 @@ def coded_adam(
         del params, extra
         old: optax.ScaleByAdamState = state.inner
         count = optax.safe_increment(old.count)
-        corrections = 1 - jnp.asarray([hyper.b1, hyper.b2], jnp.float32) ** count
+        decays = jnp.asarray([hyper.b1, hyper.b2], jnp.float32)
+        corrections = 1 - jax.lax.pow(decays, count)
         mus, treedef = jax.tree.flatten(old.mu, is_leaf=is_code)
         nus = jax.tree.leaves(old.nu, is_leaf=is_code)
         grads = treedef.flatten_up_to(densify(without_variables(updates)))

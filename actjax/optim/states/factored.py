@@ -189,7 +189,8 @@ class _FactoredAdam:
         del params, extra
         grads = densify(without_variables(updates))
         count = optax.safe_increment(state.count)
-        corrections = (1 - self.b1**count if self.has_first else 1), 1 - self.b2**count
+        first, second = (1 - jax.lax.pow(jnp.asarray(b), count) for b in (self.b1, self.b2))
+        corrections = first if self.has_first else 1, second
         treedef, columns, changes, rows, mus = jax.tree.structure(grads), {}, [], [], []
         old = treedef.flatten_up_to(state.mu) if self.has_first else [None] * treedef.num_leaves
         leaves = named_leaves(grads).items()

@@ -260,5 +260,7 @@ def update_one(
         params, state, updates = tx.rounding.apply(grads, state, params)
     else:
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        # The sum is in float32 where parameters have 16 bits.
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(params, updates)
     return params, state, square_norm(updates)

@@ -106,9 +106,11 @@ def estimated_norm(
     # The growth of `after` says less about layers than that of layers.
     both = (squares > 0) & (typical > 0) & ((part > 0) | (layers == 0))
     logs = jnp.where(both, jnp.log(squares / jnp.where(both, typical, 1)), 0)
-    growth = jnp.exp(jnp.sum(logs) / jnp.maximum(jnp.sum(both), 1))
+    counts = jnp.maximum(jnp.sum(both), 1), typical.size - count, jnp.maximum(layers, 1)
+    seen, left, before = (jnp.asarray(n, squares.dtype) for n in counts)
+    growth = jnp.exp(jnp.sum(logs) / seen)
     unknown = later * jnp.minimum(growth, _MOST_GROWTH)
-    as_large = jnp.sum(squares[1:]) * (typical.size - count) / jnp.maximum(layers, 1)
+    as_large = jnp.sum(squares[1:]) * left / before
     return jnp.sqrt(jnp.sum(squares) + jnp.where(jnp.any(typical > 0), unknown, as_large))
 
 
