@@ -87,9 +87,15 @@ def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path, **metada
     safetensors.numpy.save_file(dict(tensors), path, metadata=metadata)
     path.chmod(0o644)
     with path.open("r+b") as file:
-        place = file.read(_header_size(path)).index(_BLANK.encode())
-        file.seek(place)
-        file.write(_of_content(path).encode())
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        metadata[_KIND] = _of_content(path)
+        # In order: the package writes metadata in a random one, and equal models have equal files.
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length  # Both write the same entries, without blanks.
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def check_tensors(path: pathlib.Path) -> bool:
@@ -171,11 +177,6 @@ def _bytes(path: pathlib.Path) -> Iterator[Any]:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
-
-
-def _header_size(path: pathlib.Path) -> int:
-    with path.open("rb") as file:
-        return 8 + struct.unpack("<Q", file.read(8))[0]
 
 
 def _tensors(data: Any) -> Iterator[tuple[str, dict[str, Any], int, int]]:

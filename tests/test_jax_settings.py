@@ -101,6 +101,11 @@ def transform(tx, dtype="float32"):
     return functools.partial(step, tx), (params, jax.tree.map(jnp.sin, grads))
 
 
+def clipped(params, grads):
+    tx = optim.clip_by_global_norm(0.5)
+    return tx.update(grads, tx.init(params), params)
+
+
 def in_backward(params, x):
     update = optim.in_backward(
         lambda params, x: x,
@@ -193,7 +198,8 @@ TRACED = {
         optim.subspace(optax.scale_by_rms(), 2, remainder=optim.ScaledRemainder())
     ),
     "optim.stochastic_rounding": transform(optim.stochastic_rounding(RMSPROP), "bfloat16"),
-    "optim.clip_by_global_norm, optim.apply, optim.init": transform(optim.clip_by_global_norm(0.5)),
+    "optim.clip_by_global_norm": (clipped, (PARAMS, PARAMS)),
+    "optim.apply, optim.init": transform(RMSPROP),
     "optim.in_backward": (in_backward, (PARAMS, X)),
     "optim.redraw": (redrawn, (PARAMS,)),
     "flax": module(X),

@@ -246,7 +246,7 @@ _TRAINING: Headings = {
 _OUTPUT: Headings = {
     "Optimizer": ("optimizer", "z_loss", "seed"),
     "Logging, evaluation and checkpoints": (
-        *("log_to", "log_every", "eval_every", "eval_batches", "save_every", "keep"),
+        *("log_to", "log_every", "eval_every", "eval_batches", "save_every", "keep", "check"),
     ),
 }
 
@@ -283,7 +283,7 @@ class PretrainConfig(RunConfig):
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
             *("model", "checkpoint", "method", "data.data", "steps", "epochs", "batch_size"),
-            *("seq_len", "learning_rate", "weight_dtype", "out", "resume", "export", "check"),
+            *("seq_len", "learning_rate", "weight_dtype", "out", "resume", "export"),
         ),
         **_TRAINING,
         "Text and tokenizer": ("data", "model_vocab_size", "download"),
