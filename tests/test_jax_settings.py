@@ -283,6 +283,10 @@ SETTINGS = {
     "debug_nans": (lambda: jax.debug_nans(True), "shapes"),
 }
 
+# Plain jax.checkpoint does not leak there.
+FAILING = {("checking_leaks", "checkpoint")} if jax.__version_info__ >= (0, 12) else set()
+"""Settings and functions that fail today."""
+
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_functions_are_traced_and_measured(name):
@@ -295,7 +299,8 @@ def test_functions_are_traced_and_measured(name):
     want = plain_choices()
     with noting(failures, MEASURING), setting():
         np.testing.assert_allclose(choices(), want, rtol=1e-5)
-    assert not failures
+    known = {key for setting_name, key in FAILING if setting_name == name}
+    assert failures.keys() == known, failures
 
 
 EXECUTED = (

@@ -17,7 +17,7 @@ _SHOWN = {
 }
 
 
-_SILENT = 15
+_SILENT = 60
 """Seconds without a line after which a step gets one, also between those of `--log-every`."""
 
 
