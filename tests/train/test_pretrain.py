@@ -320,6 +320,9 @@ def test_files_that_are_no_folder_and_texts_that_are_too_small_are_refused(folde
         (folder / name).write_text(text)
     with pytest.raises(BadRunError, match=r"`--out` .*file cannot be made a folder"):
         run(make_config(folder, "file"), quiet())
+    # As Python reads a name of other letters in the locale "C".
+    with pytest.raises(BadRunError, match=r"`--out` .*udce6.* that this locale does not have"):
+        run(make_config(folder, "\udce6"), quiet())
     for name, message in (("empty.txt", "empty.txt"), ("short.txt", "`--seq-len` is 32, so")):
         data = DataConfig(str(folder / name), folder / "cache", vocab_size=300)
         with pytest.raises(BadRunError, match=message):

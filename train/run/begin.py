@@ -193,6 +193,13 @@ _PATHS = ("checkpoint", "data.data", "data.validation")
 def _check_folder(folder: pathlib.Path) -> None:
     """Makes the folder of a run. Raises a `ValueError` if a run could not use it."""
     try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`--out` {str(folder)!a} has letters that this locale does not have: set"
+            " LC_ALL=C.UTF-8, or give another path."
+        ) from error
+    try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
