@@ -23,6 +23,8 @@ from jax.experimental.custom_partitioning import (
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from actjax._explicit import explicit_spec
+
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
@@ -146,20 +148,6 @@ def gathered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
         return x
     entries = (None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(x.ndim))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
-
-
-def explicit_spec(x: Any, whole: Sequence[int] = ()) -> PartitionSpec | None:
-    """Returns how the type of an array splits it, without some axes; None if it does not say.
-
-    JAX asks for it in operations whose result it does not know how to split: those that index.
-    """
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-    for axis in whole:
-        spec[axis] = None
-    return PartitionSpec(*spec)
 
 
 def on_shards(

@@ -23,7 +23,6 @@ from benchmarks import command, record
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import Cells, cell, print_cells
-from benchmarks.variants import check_names
 from train.planning.devices import compile_for
 from train.planning.traffic import kernels_of
 from train.run.gpus import GPUS
@@ -41,16 +40,12 @@ class Config:
     """GPU to compile for, as for `train.plan`."""
     small: bool = False
     """Also the small cases of the tests."""
-    cases: tuple[str, ...] = ()
-    """Names of cases of `benchmarks.kernel_cases`; empty for all."""
     against_xla: bool = True
     """Also compile the definitions by XLA alone."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
         check_known("GPU", self.device, GPUS, cutoff=0.3)
-        known = tuple(case.name for entry in KERNELS.values() for case in entry.cases)
-        check_names(self.cases, known, "--cases")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -59,8 +54,6 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for name, (kernel, cases) in KERNELS.items():
         for case in cases:
             if kernel.pallas is None or (case.small and not config.small):
-                continue
-            if config.cases and case.name not in config.cases:
                 continue
             least = case.least_bytes(kernel.reference)
             row = {"kernel": name, "case": case.name, "bytes": least}

@@ -21,6 +21,8 @@ import xxhash
 from models.json_files import read_object
 
 FILE = "digests.json"
+BASE = "base_xxh3_128"
+"""Entry of the metadata of an adapter: the digests of the tensors of its base, as JSON."""
 _KIND, _OF_FILES = "xxh3_128", "digest"
 _BLANK = xxhash.xxh3_128().digest_size * 2 * "0"
 
@@ -147,6 +149,22 @@ def changed(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
         return ""
     more = f" and {len(names) - 1} more of {len(expected)} tensors" if len(names) > 1 else ""
     return f"{names[0]}{more} changed"
+
+
+def check_base(path: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
+    """Raises a `ValueError` unless a base has the tensors that an adapter was trained with.
+
+    Args:
+      path: the file of the adapter. Only `save_tensors` with `BASE` tells its base.
+      files: files of the base.
+    """
+    known = metadata_of(path).get(BASE)
+    if known is not None and (wrong := changed(json.loads(known), of_tensors(files))):
+        raise ValueError(
+            f"{path} was trained with other weights than those of the checkpoint: {wrong}. Pass the"
+            " checkpoint that it was trained with; if the change was meant, save the adapter with"
+            " PEFT, which drops the digests of the base."
+        )
 
 
 def _is(path: pathlib.Path, digest: str) -> bool:

@@ -25,8 +25,6 @@ from models.padding import without_padding
 from models.parameters import fetch
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BASE = "base"
-"""Entry of the metadata of an adapter for the digests of the tensors of its base."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = {
     "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_pattern",
@@ -116,7 +114,7 @@ def save_adapters(
         return
     with atomic_folder(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        known = {_BASE: json.dumps(dict(base_digests))} if base_digests else {}
+        known = {digests.BASE: json.dumps(dict(base_digests))} if base_digests else {}
         digests.save_tensors(tensors, scratch / _WEIGHTS, **known)
 
 
@@ -164,23 +162,9 @@ def load_adapters(
     except ValueError as error:
         raise ValueError(f"{folder / _WEIGHTS}: {error}") from error
     if base is not None:
-        _check_base(folder, base)
+        digests.check_base(folder / _WEIGHTS, huggingface.weight_files(base))
     factors = {name: _stack(settings, name, config, tensors) for name in settings.lora.targets}
     return jax.device_put(padded_adapters({"layers": factors}, config)), settings.lora
-
-
-def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
-    """Raises a `ValueError` if the base of an adapter is not that which it was trained with."""
-    known = digests.metadata_of(folder / _WEIGHTS).get(_BASE)
-    if known is None:
-        return
-    found = digests.of_tensors(huggingface.weight_files(base))
-    if wrong := digests.changed(json.loads(known), found):
-        raise ValueError(
-            f"the adapter '{folder}' was trained with other weights than those in '{base}':"
-            f" {wrong}. Pass the checkpoint that it was trained with; if the change was meant, save"
-            " the adapter with PEFT, which drops the digests of the base."
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,6 +202,7 @@ def export_last(user_config: FinetuneConfig, console: Console) -> int:
     with naming_flag("--checkpoint"):
         checkpoint = find_checkpoint(user_config.checkpoint)
         config = resolve(user_config, *read_dimensions(checkpoint))
+        huggingface.check(checkpoint)
     if (method := method_of_run(config.folder)) not in (None, config.method):
         raise ValueError(
             f"the run in `--out` {config.folder} has `--method {method}`: pass the settings of the"

@@ -5,8 +5,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from actjax._explicit import explicit_spec
 from actjax._math.precision import accumulation_dtype, over
-from actjax._shards import explicit_spec
 from actjax.formats.code import Format, ScaleDtype, grouped
 from actjax.formats.rotation import rotate
 

@@ -10,12 +10,14 @@ import optax
 import pytest
 
 from actjax import optim
+from actjax.optim.stepping import across
 
 SHAPES = {"layers": {"q": (4, 32, 32), "down": (4, 32, 64), "scale": (4, 32)}, "head": (32, 16)}
 PARAMS = jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16), SHAPES,
     is_leaf=lambda x: isinstance(x, tuple),
 )  # fmt: skip
+GENUINE = across.partial_eval.dce_jaxpr
 ADAM, SGD = optax.scale_by_adam(), optax.sgd(1.0)
 CLIP = optax.clip_by_global_norm(1.0)
 
@@ -72,8 +74,22 @@ def test_a_transform_that_looks_at_several_arrays_is_refused(tx):
 
 
 @pytest.mark.parametrize("tx", APART.values(), ids=list(APART))
-def test_one_that_looks_at_each_array_apart_is_taken(tx):
+def test_one_that_looks_at_each_array_apart_is_taken(tx, monkeypatch):
+    looked = []
+    monkeypatch.setattr(across.partial_eval, "dce_jaxpr", spied(looked))
     state_of(tx)
+    # Each array was looked at: a transform that cannot be traced would be taken as well.
+    assert set(looked) == set(range(4))
+
+
+def spied(looked):
+    """Returns `dce_jaxpr`, which notes the outputs that are asked for."""
+
+    def dce_jaxpr(program, outputs, *args, **options):
+        looked.append(outputs[:4].index(True))
+        return GENUINE(program, outputs, *args, **options)
+
+    return dce_jaxpr
 
 
 def test_a_stack_of_layers_alone_is_several_arrays():
@@ -81,6 +97,14 @@ def test_a_stack_of_layers_alone_is_several_arrays():
     with pytest.raises(ValueError, match="looks at several arrays at once"):
         state_of(TOGETHER["global norm"], alone)
     state_of(APART["lamb"], alone)
+
+
+def test_a_parameter_may_be_a_number():
+    params = {"layers": {"w": jnp.ones((2, 8, 8))}, "temperature": 1.0}
+    state = optim.init(optax.adam(1e-3), params)
+    assert jax.tree.leaves(state.rest)
+    with pytest.raises(ValueError, match="depends on the gradient of"):
+        optim.init(TOGETHER["global norm"], params)
 
 
 def test_in_backward_refuses_it_too():

@@ -47,10 +47,12 @@ _HASHED = {
     "checkpoint": "the files of `--checkpoint`",
 }
 """Parts of the identity that are hashes, which tell people nothing."""
-# Orbax warns of its own doings (nothing to merge, a folder is read only). What it logs with
-# a traceback it raises too.
+# Orbax logs warnings about its internals, and the tracebacks of errors that it also raises.
 logging.getLogger("absl").addFilter(
-    lambda record: record.exc_info is None and record.levelno >= logging.ERROR
+    lambda record: (
+        "orbax" not in record.pathname
+        or (record.exc_info is None and record.levelno >= logging.ERROR)
+    )
 )
 _ERRNO = re.compile(r"os_error_code='(\d+)'")
 """The number of an error of the system, in an error of tensorstore."""
@@ -253,10 +255,11 @@ class Checkpoints:
 
     def _damaged(self, step: int, reason: str) -> ValueError:
         folder = self._folder(step)
-        others = [n for n in self._manager.all_steps() if n != step and self._is_sound(n)]
+        others = (n for n in reversed(self.steps()) if n != step and self._is_sound(n))
+        sound = next(others, None)
         return ValueError(
             f"the checkpoint in {folder} cannot be read: it is damaged ({reason}). Remove that"
-            f" folder to resume from {f'step {max(others)}' if others else 'the start'}."
+            f" folder to resume from {'the start' if sound is None else f'step {sound}'}."
         )
 
     def _is_sound(self, step: int) -> bool:
@@ -277,19 +280,15 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _as_os_error(folder: Any) -> Iterator[None]:
-    """Context whose errors are an `OSError` that names the file, whatever is raised below."""
+    """Context in which an error of tensorstore that comes from the system is an `OSError`."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:
-        text = str(error)
-        code, file = _ERRNO.search(text), _FILE.search(text)
-        path = file[1] if file else str(folder)
-        if code:
-            raise OSError(int(code[1]), os.strerror(int(code[1])), path) from error
-        line = text.strip().partition("\n")[0][:200] or type(error).__name__
-        raise OSError(None, f"a checkpoint cannot be written ({line})", path) from error
+        code, file = _ERRNO.search(str(error)), _FILE.search(str(error))
+        if isinstance(error, OSError) or code is None:
+            raise
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), file[1] if file else str(folder)) from error
 
 
 def _only_news(unraisable: "sys.UnraisableHookArgs") -> None:

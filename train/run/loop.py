@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,17 +24,12 @@ from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
 from train.run.export import remove_exports
 from train.run.loss import Batch, whole_batch_shapes
-from train.run.loss_scale import is_exhausted
 from train.run.metrics import Recorder
 from train.run.optimizer import learning_rate_schedule
 from train.run.program import (
     BadRunError,
     LostProcessError,
-    MachineError,
-    NonFiniteError,
-    advice,
     described,
-    reason,
 )
 from train.run.progress import Progress
 from train.run.recipe import Recipe, build_recipe
@@ -48,6 +43,7 @@ from train.run.sharding import (
 )
 from train.run.signals import StopSignal
 from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
+from train.run.stopping import cannot_go_on, check_finite, check_step
 from train.run.utilization import speed_text, step_flops
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
@@ -129,7 +125,7 @@ def prepare_and_train(
             if finish is not None and done == ready.config.steps:
                 finish(ready, console)
         except (OSError, MemoryError) as error:
-            raise _cannot_go_on(ready, error) from error
+            raise cannot_go_on(ready, error) from error
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
@@ -139,24 +135,6 @@ def prepare_and_train(
                 f" the run in {ready.config.folder} continues from its last checkpoint."
             ) from error
         return done
-
-
-def _cannot_go_on(run: Run, error: OSError | MemoryError) -> MachineError:
-    """Returns the error of a run whose machine failed."""
-    what = "this machine has too little memory"
-    if isinstance(error, OSError):
-        what = reason(error) + (f" in {run.config.folder}" if error.filename is None else "")
-    return MachineError(
-        f"{what}: the run stopped. {_last_checkpoint(run)} To go on, {advice(error)} and pass"
-        " `--resume`."
-    )
-
-
-def _last_checkpoint(run: Run) -> str:
-    """Returns a sentence on the last checkpoint of a run."""
-    latest = run.checkpoints.latest_step()
-    where = "there is none yet" if latest is None else f"it is that of step {latest}"
-    return f"The last good checkpoint in {run.config.folder} was kept: {where}."
 
 
 def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
@@ -303,8 +281,9 @@ class _Trainer:
     def _mean_loss(self) -> dict[str, float]:
         """Returns the mean of the losses that were logged since the last call, or the last loss."""
         losses, self._logged = self._logged, []
-        if not losses and self._metrics:
-            losses = [float(self._metrics["loss"])]
+        last = float(self._metrics.get("loss", math.nan))
+        if not losses and math.isfinite(last):
+            losses = [last]
         return {"training": sum(losses) / len(losses)} if losses else {}
 
     def save(self) -> None:
@@ -351,7 +330,8 @@ class _Trainer:
     def _log(self, step: int) -> None:
         check_step(self._run, step, self._metrics)
         values = {name: float(value) for name, value in self._metrics.items()}
-        self._logged.append(values["loss"])
+        if math.isfinite(values["loss"]):  # That of a skipped step may not be.
+            self._logged.append(values["loss"])
         skipped = int(values.get("skipped", 0))
         updates = max(0, step - 1 - skipped)
         values["learning_rate"] = float(jnp.asarray(self._learning_rate(updates)))
@@ -378,42 +358,3 @@ def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch
 def moved(tree: Any, shardings: Any) -> Any:
     """Returns arrays with other shardings, also over the devices of several processes."""
     return jax.jit(lambda x: x, out_shardings=shardings)(tree)
-
-
-def check_step(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
-    """Raises a `NonFiniteError` if a step is NaN or infinite, or too many steps were skipped.
-
-    A step that was skipped (`train.run.loss_scale`) may be infinite: it changed no weight.
-    """
-    values = {name: float(value) for name, value in metrics.items()}
-    if not values.get("skipped_in_a_row"):
-        check_finite(run, step, values)
-    elif is_exhausted(values):
-        hint = (
-            "If the loss is not finite, activations overflow: pass `--compute-dtype bfloat16` or"
-            " `--compute-dtype float32`."
-        )
-        raise _stopped(run, f"step {step} was skipped, as were others before it", values, hint)
-
-
-def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
-    """Raises a `NonFiniteError` if a metric of a step is NaN or infinite."""
-    values = {name: float(value) for name, value in metrics.items()}
-    if all(math.isfinite(value) for value in values.values()):
-        return
-    hint = "Lower `--learning-rate`, or look at the text around that step."
-    if step <= 1:
-        hint = "No step was taken before: look at the initial weights and at the text."
-        if run.config.compute_dtype != "float32":
-            hint += (
-                f" If the activations overflow with `--compute-dtype {run.config.compute_dtype}`,"
-                " pass `--compute-dtype float32`."
-            )
-    raise _stopped(run, f"step {step} is not finite", values, hint)
-
-
-def _stopped(run: Run, problem: str, values: Mapping[str, float], hint: str) -> NonFiniteError:
-    """Returns the error that stops a run, and closes its checkpoints."""
-    run.checkpoints.close()
-    shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    return NonFiniteError(f"{problem} ({shown}): stopped. {_last_checkpoint(run)} {hint}")

@@ -27,7 +27,7 @@ _ADVICE = {
     errno.EPERM: "make its folder writable",
     errno.EROFS: "make its file system writable",
 }
-"""What to do about a limit of the machine, and about a file that cannot be written."""
+"""The cure for each error of the machine, by its number."""
 
 
 class BadRunError(ValueError):
@@ -57,7 +57,7 @@ class MachineError(RuntimeError):
 class _Output:
     """A text stream whose reader may go away, as that of `| head` does.
 
-    What follows is dropped, and a line on stderr says so: a run is worth more than its lines.
+    It then drops its lines and says so on stderr, so that the run goes on.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -1,7 +1,7 @@
 """SIGTERM, SIGHUP and Ctrl-C: before its first step they end a program, later they let it save.
 
-Python runs a handler between two of its own operations, and so not while XLA compiles or a step
-runs, for minutes. A thread therefore reads the signals from a pipe, which the system fills at once.
+Python calls a handler between two bytecodes. It therefore waits while XLA compiles or a step runs,
+which can take minutes. A thread reads the signals from a pipe, which the system fills at once.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ def check_separate(init: Callable[[Any], Any], update: Callable[..., Any], param
     """
     # An array alone may be a stack of layers.
     tree = params if len(jax.tree.leaves(params)) > 1 else (params, params)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    shapes = jax.eval_shape(lambda x: x, tree)
     names = list(named_leaves(shapes))
     try:
         state = jax.eval_shape(init, shapes)

@@ -27,7 +27,7 @@ def plan_pieces(rest: Any, is_whole: Callable[[str], bool]) -> dict[str, int]:
       rest: parameters, or their shapes.
       is_whole: from a path to whether a transform must see this matrix whole.
     """
-    counts = {name: count_pieces(x.shape) for name, x in named_leaves(rest).items()}
+    counts = {name: count_pieces(jnp.shape(x)) for name, x in named_leaves(rest).items()}
     return {name: n for name, n in counts.items() if n > 1 and not is_whole(name)}
 
 

@@ -43,7 +43,7 @@ def test_limits_of_the_machine_are_described_with_a_cure(code, text):
     assert str(raised.value) == text
 
 
-# 15 s of processor time: two runs in processes of their own.
+# 15 s of processor time: two runs in separate processes.
 def test_a_run_goes_on_without_its_output_and_says_in_a_line_what_cannot_be_written(tmp_path):
     write_text(tmp_path)
     config = make_config(tmp_path, steps=4, method="exact", save_every=2, eval_every=4)
