@@ -33,7 +33,7 @@ _BACKENDS["interpreted"] = _BACKENDS["pallas"]
 """The module that each implementation needs, and why it may be missing. JAX may remove one."""
 
 _DEFAULTS: dict[str | None, tuple[Implementation, ...]] = {
-    "cuda": ("pallas", "triton"),
+    "cuda": ("triton", "pallas"),
     "tpu": ("mosaic",),
 }
 """The implementations of each platform, the first that can take the arguments. On GPUs, JAX will

@@ -94,12 +94,14 @@ def write_code(
             value = tl.fma(value, inverse, -centre * inverse)
         if exists is not None:
             value = tl.where(exists, value, 0.0)
+    WIDTHS: tl.constexpr = CODE[2]
+    TERMS: tl.constexpr = CODE[3]
     low, high, unit, least = encoded(
-        value.to(tl.bfloat16), low_matrix, high_matrix, GROUP, CODE[1], CODE[3], CODE[4]
+        value.to(tl.bfloat16), low_matrix, high_matrix, GROUP, CODE[1], TERMS, CODE[4]
     )
-    store_planes(low, high, results, token, live, group, GROUPS, CODE[2])
+    store_planes(low, high, results, token, live, group, GROUPS, WIDTHS)
     store_scale(results[2] + token * GROUPS + group, unit, live)
-    if CODE[3] is None:
+    if TERMS is None:
         store_scale(results[3] + token * GROUPS + group, least, live)
 
 

@@ -9,6 +9,14 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def of(constant, *places):
+    """An entry of nested tuples, which Triton does not take apart itself before 3.7."""
+    for place in places:
+        constant = constant[place]
+    return constant
+
+
 @triton.jit
 def run(
     first, matrices, scalars, outputs, sums, layer, row, column, place, mask, part,
@@ -30,24 +38,27 @@ def run(
       part: the place of the sums among those of all blocks.
       TAIL: `constants` of `triton_tail.Operands`.
     """
-    LINES: tl.constexpr = TAIL[0]
+    LINES: tl.constexpr = of(TAIL, 0)
     values = ()
-    if TAIL[5]:
+    if of(TAIL, 5):
         values = values + (first,)
-    for i in tl.static_range(len(TAIL[1])):
-        matrix = matrices[i] if TAIL[1][i][0] < 0 else outputs[TAIL[1][i][0]]
-        values = values + (tl.load(matrix + layer * TAIL[1][i][1] + place, mask),)
-    for i in tl.static_range(len(TAIL[2])):
-        values = values + (tl.load(scalars[i] + TAIL[2][i]),)
+    for i in tl.static_range(len(of(TAIL, 1))):
+        SOURCE: tl.constexpr = of(TAIL, 1, i, 0)
+        matrix = matrices[i] if SOURCE < 0 else outputs[SOURCE]
+        values = values + (tl.load(matrix + layer * of(TAIL, 1, i, 1) + place, mask),)
+    for i in tl.static_range(len(of(TAIL, 2))):
+        values = values + (tl.load(scalars[i] + of(TAIL, 2, i)),)
     for i in tl.static_range(len(LINES)):
-        values = values + (_computed(values, row, column, LINES[i]),)
-    COUNT: tl.constexpr = len(values) - len(TAIL[3]) - len(TAIL[4])
-    for i in tl.static_range(len(TAIL[3])):
-        target = outputs[i] + layer * TAIL[3][i] + place
+        values = values + (_computed(values, row, column, of(LINES, i)),)
+    OUTPUTS: tl.constexpr = len(of(TAIL, 3))
+    SUMS: tl.constexpr = len(of(TAIL, 4))
+    COUNT: tl.constexpr = len(values) - OUTPUTS - SUMS
+    for i in tl.static_range(OUTPUTS):
+        target = outputs[i] + layer * of(TAIL, 3, i) + place
         tl.store(target, values[COUNT + i].to(target.dtype.element_ty), mask)
-    for i in tl.static_range(len(TAIL[4])):
-        size = values[COUNT + len(TAIL[3]) + i].to(tl.float32)
-        is_read = (row % TAIL[4][i] == 0) & (column >= 0)
+    for i in tl.static_range(SUMS):
+        size = values[COUNT + OUTPUTS + i].to(tl.float32)
+        is_read = (row % of(TAIL, 4, i) == 0) & (column >= 0)
         square = tl.where(is_read if mask is None else is_read & mask, size * size, 0.0)
         tl.store(sums[i] + part, tl.sum(square))
 
@@ -55,27 +66,32 @@ def run(
 @triton.jit
 def _operand(values, AT: tl.constexpr):
     """A number by its place, or a constant."""
-    if AT[0] < 0:
-        return tl.full((1, 1), AT[1], AT[2])
+    PLACE: tl.constexpr = of(AT, 0)
+    if PLACE < 0:
+        return tl.full((1, 1), of(AT, 1), of(AT, 2))
     else:
-        return values[AT[0]]
+        return values[PLACE]
 
 
 @triton.jit
 def _computed(values, row, column, LINE: tl.constexpr):
     """The result of a line of `triton_tail.Operands.constants`."""
-    if LINE[0] == "iota":
-        return (row if LINE[3] == 0 else column).to(LINE[2])
+    NAME: tl.constexpr = of(LINE, 0)
+    COUNT: tl.constexpr = len(of(LINE, 1))
+    KIND: tl.constexpr = of(LINE, 2)
+    MORE: tl.constexpr = of(LINE, 3)
+    if NAME == "iota":
+        return (row if MORE == 0 else column).to(KIND)
     else:
-        x = _operand(values, LINE[1][0])
-        y = x if len(LINE[1]) < 2 else _operand(values, LINE[1][1])
-        z = x if len(LINE[1]) < 3 else _operand(values, LINE[1][2])
-        if LINE[4]:
+        x = _operand(values, of(LINE, 1, 0))
+        y = x if COUNT < 2 else _operand(values, of(LINE, 1, 1))
+        z = x if COUNT < 3 else _operand(values, of(LINE, 1, 2))
+        if of(LINE, 4):
             # As XLA: the operation in 32 bits is rounded once.
             x, y, z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
-            return _arithmetic(x, y, z, tl.float32, LINE[0], LINE[3]).to(LINE[2])
+            return _arithmetic(x, y, z, tl.float32, NAME, MORE).to(KIND)
         else:
-            return _chosen(x, y, z, row, column, LINE[2], LINE[0], LINE[3])
+            return _chosen(x, y, z, row, column, KIND, NAME, MORE)
 
 
 @triton.jit
@@ -91,7 +107,7 @@ def _chosen(x, y, z, row, column, KIND: tl.constexpr, NAME: tl.constexpr, MORE: 
         else:
             return x.to(KIND)
     elif NAME == "pad":
-        return tl.where((row < MORE[0]) & (column < MORE[1]), x, y)
+        return tl.where((row < of(MORE, 0)) & (column < of(MORE, 1)), x, y)
     elif NAME == "select_n":
         return tl.where(x, z, y)
     elif NAME == "eq":

@@ -1,13 +1,16 @@
 """Kernels against their definitions in float64, XLA's programs, and a copy of as many bytes."""
 
 import concurrent.futures
+import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import secrets
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,10 @@ from benchmarks.timing import interleaved
 
 _LEAST_BYTES = 600_000_000
 """Enough that a call takes longer than its launch and does not fit into a cache."""
-Unit = dict[str, str]
-"""The names of a kernel and a case, or of an operator."""
+_MOST_PROCESSES = 16
+"""They share the memory of the device."""
+Unit = dict[str, Any]
+"""The names of a kernel and a case, and of a program a block, or of an operator."""
 
 
 def case_units(small: bool | None = None) -> list[Unit]:
@@ -42,7 +47,7 @@ def _find_case(unit: Unit) -> tuple[Kernel, Case]:
 
 
 def _takes_triton(unit: Unit) -> bool:
-    """Returns whether a second program of a kernel, written in Triton, can run a case."""
+    """Returns whether a program in Triton can run a case."""
     kernel, case = _find_case(unit)
     return kernel.refusal("triton", case.shapes(), dict(case.options)) is None
 
@@ -54,8 +59,9 @@ def _usual(kernel: Kernel, implementation: Implementation) -> Implementation | N
 
 def check_kernels(dry: bool) -> Rows:
     """Compares kernels with their definitions; the dry run one small case of each."""
-    units = _first_cases(case_units(small=True)) if dry else case_units()
-    return _checked(_check_kernel, units, dry)
+    if dry:
+        return _checked(_check_kernel, _first_cases(case_units(small=True)), dry)
+    return _checked(_check_kernel, [x for x in case_units() if _takes_triton(x)], dry)
 
 
 def check_operators(dry: bool) -> Rows:
@@ -70,23 +76,36 @@ def _checked(run: Callable[[Unit], Any], units: list[Unit], dry: bool) -> Rows:
         if bad := [row for row in (run(unit) for unit in units) if not row["ok"]]:
             raise RuntimeError(f"{len(bad)} checks failed: {bad}")
         return [{"checked": f"{', '.join(next(iter(unit.values())) for unit in units)} agree"}]
-    # The processes share the memory of the device.
+    return [{"ok": False, **row} for row in _in_processes(run, units)]
+
+
+def _in_processes(run: Callable[[Unit], Any], units: list[Unit]) -> Rows:
+    """Returns a row for each unit: what `run` returns, or its error."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    context, count = multiprocessing.get_context("spawn"), min(12, os.cpu_count() or 1)
-    with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
+    context = multiprocessing.get_context("spawn")
+    count = min(_MOST_PROCESSES, os.cpu_count() or 1)
+    options: Any = {"mp_context": context, "initializer": _share, "initargs": (context.Lock(),)}
+    with concurrent.futures.ProcessPoolExecutor(count, **options) as pool:
         futures = [pool.submit(run, unit) for unit in units]
-    rows = zip(units, futures, strict=True)
-    return [{**unit, "ok": False, **attempt(x.result)} for unit, x in rows]
+    return [{**unit, **attempt(x.result)} for unit, x in zip(units, futures, strict=True)]
+
+
+_alone: Any = contextlib.nullcontext()
+"""A lock of all processes: one of them has the device for itself while it measures times."""
+
+
+def _share(lock: Any) -> None:
+    global _alone
+    _alone = lock
 
 
 def _check_kernel(unit: Unit) -> dict[str, Any]:
     seed, on_gpu = secrets.randbits(31), jax.default_backend() == "gpu"
     kernel, case = _find_case(unit)
-    result = check(kernel, case, seed, _usual(kernel, "pallas" if on_gpu else "interpreted"))
     if on_gpu and _takes_triton(unit):
-        in_triton = check(kernel, case, seed, "triton")
-        result |= {"triton": in_triton, "ok": result["ok"] and in_triton["ok"]}
-    return {"seed": seed, **result}
+        return {"program": "triton", "seed": seed, **check(kernel, case, seed, "triton")}
+    program = _usual(kernel, "pallas" if on_gpu else "interpreted")
+    return {"program": program, "seed": seed, **check(kernel, case, seed, program)}
 
 
 def _check_operator(unit: Unit) -> dict[str, Any]:
@@ -105,7 +124,7 @@ def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
     if not units:
         raise RuntimeError("no program in Triton can run: is jax-triton installed?")
     if not dry:
-        return time_units(units)
+        return _in_processes(_times, units)
     firsts = _first_cases(units)
     for kernel, case in map(_find_case, firsts):
         asked = "triton" if in_triton else _usual(kernel, "pallas")
@@ -115,51 +134,97 @@ def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
     return [{"checked": f"lowered {', '.join(unit['kernel'] for unit in firsts)}"}]
 
 
-def time_units(units: list[Unit]) -> Rows:
-    """Returns times of kernels, of XLA and of a copy: all are compiled first."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(functools.partial(attempt, _compiled), units))
-    return [unit | attempt(_times, x) for unit, x in zip(units, compiled, strict=True)]
-
-
-def _compiled(unit: Unit) -> dict[str, Any]:
-    """Returns the bytes of a case, and by name its compiled programs with their arguments."""
+def _times(unit: Unit) -> dict[str, Any]:
+    """Returns times of a kernel, of XLA's program and of a copy of as many bytes."""
     kernel, case = _find_case(unit)
     longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
-    least, key = longer.least_bytes(kernel.reference), jax.random.key(0)
+    least = longer.least_bytes(kernel.reference)
     # Words: XLA's copy of bytes reaches half the bandwidth.
     source = jax.jit(lambda key: (jax.random.bits(key, (least // 8,), jnp.uint32),))
     make = jax.jit(longer.make)
     run = functools.partial(kernel, **case.options)
-    programs = {
+    programs: dict[str, tuple[Any, Callable[..., Any]]] = {
         "kernel": (make, functools.partial(run, implementation=_usual(kernel, "pallas"))),
         "xla": (make, functools.partial(kernel.reference, **case.options)),
         "copy": (source, lambda x: x ^ 1),
     }
     if _takes_triton(unit):
         programs["triton"] = make, functools.partial(run, implementation="triton")
-    return {"bytes": least} | {
-        name: (make, jax.jit(run).lower(*jax.eval_shape(make, key)).compile())
-        for name, (make, run) in programs.items()
-    }
-
-
-def _times(compiled: dict[str, Any]) -> dict[str, Any]:
-    if "failure" in compiled:
-        return compiled
-    key, least = jax.random.key(0), compiled.pop("bytes")
-    arguments = {make: make(key) for make, _ in compiled.values()}
-    seconds = interleaved(
-        {name: functools.partial(run, *arguments[make]) for name, (make, run) in compiled.items()},
-        rounds=7,
-        calls=20,
-    )
+    seconds = _seconds(programs)
     median = {name: statistics.median(times) for name, times in seconds.items()}
+    in_triton = "triton" in median
     return {
         "bytes": least,
         "seconds": seconds,
-        "bandwidth": least / median["kernel"],
-        "share_of_copy": median["copy"] / median["kernel"],
-        "of_xla": median["kernel"] / median["xla"],
-        "triton_of_pallas": median["triton"] / median["kernel"] if "triton" in median else None,
+        "bandwidth": least / median["triton" if in_triton else "kernel"],
+        "share_of_copy": median["copy"] / median["triton" if in_triton else "kernel"],
+        "of_xla": median["triton" if in_triton else "kernel"] / median["xla"],
+        "triton_of_pallas": median["triton"] / median["kernel"] if in_triton else None,
     }
+
+
+def _seconds(programs: Mapping[str, tuple[Any, Callable[..., Any]]]) -> dict[str, list[float]]:
+    """Returns the times of functions, each with a function that makes its arguments from a key."""
+    key = jax.random.key(0)
+    compiled = {
+        name: (make, jax.jit(run).lower(*jax.eval_shape(make, key)).compile())
+        for name, (make, run) in programs.items()
+    }
+    for make in {make for make, _ in compiled.values()}:
+        make.lower(key).compile()
+    with _alone:
+        arguments = {make: jax.block_until_ready(make(key)) for make, _ in compiled.values()}
+        turns = {
+            name: functools.partial(run, *arguments[make]) for name, (make, run) in compiled.items()
+        }
+        return interleaved(turns, rounds=7, calls=20)
+
+
+_TILES = {"TILE": (32, 64, 128), "STEPS": (2, 8), "num_warps": (4, 8), "num_stages": (1, 2)}
+_TWO_TILES = {**_TILES, "TILE": (16, 32, 64)}
+_GROUPS = {"TILE": (8, 16, 32), "num_warps": (4, 8), "num_stages": (1, 2)}
+_NUMBERS = {"NUMBERS": (1024, 2048, 4096), "num_warps": (4, 8), "num_stages": (1,)}
+_BLOCKS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
+    "quantize": ("llama_1b gate, 4 bits, normal levels, balanced, rotated", _TILES),
+    "dequantize": ("llama_1b gate, 4 bits, normal levels, balanced, rotated", _TILES),
+    "swiglu_backward": ("llama_1b, 4 bits, normal levels, balanced, rotated", _TWO_TILES),
+    "swiglu_encode": ("llama_1b, 4 bits, normal levels, balanced, rotated", _TWO_TILES),
+    "rope_encode": ("llama_1b query, 5 bits, balanced, rotated", _TILES),
+    "rope_decode": ("llama_1b query, 5 bits, balanced, rotated", _TILES),
+    "rms_norm_encode": ("llama_1b, 4 bits, normal levels, balanced, rotated", _GROUPS),
+    "rms_norm_backward": ("llama_1b, 4 bits, normal levels, balanced, rotated", _GROUPS),
+    "adam_8bit": ("llama_1b gate", _NUMBERS),
+    "adam_4bit": ("llama_1b gate", _NUMBERS),
+    "adam_4bit_maxima": ("llama_1b gate", {"num_warps": (1, 2, 4), "num_stages": (1,)}),
+}
+"""By kernel in Triton, a case, and the blocks to measure."""
+
+
+def time_blocks(dry: bool) -> Rows:
+    """Times programs in Triton with other blocks than those of `actjax/kernels/blocks.json`.
+
+    The dry run only counts them.
+    """
+    units = [
+        {"kernel": name, "case": case, "block": dict(zip(choices, block, strict=True))}
+        for name, (case, choices) in _BLOCKS.items()
+        for block in itertools.product(*choices.values())
+    ]
+    if dry:
+        return [{"checked": f"{len(units)} blocks of {len(_BLOCKS)} kernels"}]
+    return _in_processes(_time_block, units)
+
+
+def _time_block(unit: Unit) -> dict[str, Any]:
+    from actjax.kernels import triton_call  # It needs jax-triton.
+
+    kernel, case = _find_case(unit)
+    longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
+    run = functools.partial(kernel, implementation="triton", **case.options)
+    name = f"actjax_{unit['kernel']}"
+    blocks = {name: {"8.0": unit["block"]}}
+    jax.clear_caches()  # They have programs of other blocks.
+    with mock.patch.object(triton_call, "_blocks", lambda: blocks):
+        (seconds,) = _seconds({name: (jax.jit(longer.make), run)}).values()
+    least, median = longer.least_bytes(kernel.reference), statistics.median(seconds)
+    return {"bytes": least, "seconds": seconds, "bandwidth": least / median}

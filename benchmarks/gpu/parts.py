@@ -177,15 +177,26 @@ _SAME = 0.05
 """Most that two steps may differ whose programs are fused, and therefore rounded, in two ways."""
 
 
+_STEPS = [
+    *map(Setting, ("lean", _REMAT, "exact", "jax.checkpoint, full")),
+    Setting("lean, Pallas", "lean", implementation="pallas"),
+    Setting("lean, definitions", "lean", implementation="reference"),
+]
+
+
 def triton(dry: bool) -> Rows:
-    """Times kernels in Triton, Pallas's and XLA's, and steps of `lean` with and without Triton."""
-    settings = [Setting("lean"), Setting("lean, Triton", "lean", implementation="triton")]
-    return kernels.time_kernels(dry, in_triton=True) + ([] if dry else time_steps(settings))
+    """Times kernels in Triton, Pallas's and XLA's."""
+    return kernels.time_kernels(dry, in_triton=True)
 
 
 _ALL_METHODS = [Setting(name) for name in _METHODS]
 PARTS = (
-    Part("profile", 70, profile),
+    Part("kernels", 150, kernels.check_kernels),
+    Part("steps", 90, _steps(*_STEPS, compiled=_STEPS[:1])),
+    Part("profile", 75, profile),
+    Part("blocks", 110, kernels.time_blocks),
+    Part("triton", 130, triton),
+    Part("operators", 30, kernels.check_operators),
     Part("in_place", 90, in_place),
     Part("remat", 40, _steps(Setting("lean"), Setting(_REMAT))),
     Part("width", 40, _steps(*_WIDTHS)),
@@ -195,9 +206,6 @@ PARTS = (
          _steps(*_MICRO_BATCHES, compiled=_MICRO_BATCHES[-2:], rounds=2, calls=1)),
     Part("llama3_8b", 90, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
     Part("host_states", 60, _steps(Setting("lean"), Setting(_ON_HOST))),
-    Part("triton", 100, triton),
-    Part("kernels", 240, kernels.check_kernels),
-    Part("operators", 30, kernels.check_operators),
     Part("times", 400, kernels.time_kernels),
     Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
 )  # fmt: skip

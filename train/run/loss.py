@@ -16,9 +16,9 @@ from models.lora import LoRAConfig, attach
 from train.run.calibration import calibrated
 from train.run.preference import dpo_loss, segment_sums
 from train.settings.config import RunConfig
+from train.settings.data import MOST_PAIRS
 from train.settings.methods import method
 from train.settings.resolve import ResolvedConfig
-from train.text.packing import MOST_PAIRS
 
 Batch = dict[str, jax.Array]
 """`inputs` and `targets` [B, S] int32, and `mask` [B, S] float32. With packed examples also

@@ -8,6 +8,8 @@ Format = Literal["completion", "chat", "text", "alpaca", "preference"]
 SpecialTokens = Literal["text", "parse"]
 MOST_TOKENS = 2**24
 """Largest vocabulary that is trained: training one takes about 60 bytes a token."""
+MOST_PAIRS = 32
+"""Most pairs of preference in a row of a batch: a step has a place for each."""
 
 
 @dataclasses.dataclass(frozen=True)

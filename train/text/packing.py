@@ -15,6 +15,7 @@ import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
+from train.settings.data import MOST_PAIRS
 from train.settings.options import check_at_least
 from train.text.data import Batch, ValidationSet, rows_of_part
 from train.text.encoder import Example
@@ -26,8 +27,6 @@ _READ_AHEAD_BATCHES = 2
 
 PackedRow = list[Any]
 """The examples that share a row, or the pairs that share two."""
-MOST_PAIRS = 32
-"""Most pairs of a row: a step has a place for each."""
 
 
 def packed_batches(
