@@ -6,6 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = (
     "actjax._host",
+    "actjax._explicit",
     "actjax._shards",
     "actjax._math",
     "actjax._gpu",

@@ -2,18 +2,31 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 
+from train.run.checkpoint import Checkpoints
 from train.run.loss_scale import is_exhausted
 from train.run.program import MachineError, NonFiniteError, advice, reason
-
-if TYPE_CHECKING:
-    from train.run.loop import Run
+from train.settings.resolve import ResolvedConfig
 
 
-def cannot_go_on(run: "Run", error: OSError | MemoryError) -> MachineError:
+class Run(Protocol):
+    """The parts of `train.run.loop.Run` that tell why it stops."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings."""
+        ...
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints."""
+        ...
+
+
+def cannot_go_on(run: Run, error: OSError | MemoryError) -> MachineError:
     """Returns the error of a run whose machine failed."""
     what = "this machine has too little memory"
     if isinstance(error, OSError):
@@ -24,14 +37,14 @@ def cannot_go_on(run: "Run", error: OSError | MemoryError) -> MachineError:
     )
 
 
-def _last_checkpoint(run: "Run") -> str:
+def _last_checkpoint(run: Run) -> str:
     """Returns a sentence on the last checkpoint of a run."""
     latest = run.checkpoints.latest_step()
     where = "there is none yet" if latest is None else f"it is that of step {latest}"
     return f"The last good checkpoint in {run.config.folder} was kept: {where}."
 
 
-def check_step(run: "Run", step: int, metrics: Mapping[str, float | jax.Array]) -> None:
+def check_step(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
     """Raises a `NonFiniteError` if a step is NaN or infinite, or too many steps were skipped.
 
     A step that was skipped (`train.run.loss_scale`) may be infinite: it changed no weight.
@@ -47,7 +60,7 @@ def check_step(run: "Run", step: int, metrics: Mapping[str, float | jax.Array]) 
         raise _stopped(run, f"step {step} was skipped, as were others before it", values, hint)
 
 
-def check_finite(run: "Run", step: int, metrics: Mapping[str, float | jax.Array]) -> None:
+def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
     """Raises a `NonFiniteError` if a metric of a step is NaN or infinite."""
     values = {name: float(value) for name, value in metrics.items()}
     if all(math.isfinite(value) for value in values.values()):
@@ -63,7 +76,7 @@ def check_finite(run: "Run", step: int, metrics: Mapping[str, float | jax.Array]
     raise _stopped(run, f"step {step} is not finite", values, hint)
 
 
-def _stopped(run: "Run", problem: str, values: Mapping[str, float], hint: str) -> NonFiniteError:
+def _stopped(run: Run, problem: str, values: Mapping[str, float], hint: str) -> NonFiniteError:
     """Returns the error that stops a run, and closes its checkpoints."""
     run.checkpoints.close()
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
