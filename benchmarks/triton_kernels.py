@@ -18,8 +18,10 @@ import re
 import subprocess
 import tempfile
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import command, record
 from benchmarks.kernel_cases import KERNELS
@@ -90,11 +92,13 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "bytes": case.least_bytes(kernel.reference),
                 "numbers": tokens * features,
             }
-            call, made = _launch(kernel, case), []
+            launches, made = _launches(kernel, case), []
             if kernel.pallas is not None:
                 pallas = {"program": "pallas", "capability": "9.0"}
                 made = [pallas | _pallas(kernel, case, common["numbers"])]
-            made += [_assembled(call, x, common["numbers"]) for x in config.capabilities]
+            for capability in config.capabilities:
+                assembled = [_assembled(x, capability, common["numbers"]) for x in launches]
+                made.append(_together(assembled))
             rows += [common | row | {"share": _share(common, row)} for row in made]
     return rows
 
@@ -105,16 +109,30 @@ def _share(case: dict[str, Any], row: dict[str, Any]) -> float:
     return min(1.0, case["bytes"] / _BANDWIDTH / busy)
 
 
-def _launch(kernel: Any, case: Case) -> tuple[Any, list[Any]]:
-    """Returns the launch for the shapes of a case, and the shapes that it gets."""
-    module, calls = importlib.import_module(kernel.triton), []
+def _launches(kernel: Any, case: Case) -> list[tuple[Any, list[Any]]]:
+    """Returns the launches for the shapes of a case, and the shapes that each gets."""
+    # Here, since it needs Triton.
+    from actjax.kernels.triton_call import Call
 
-    def trace(*args: Any) -> list[jax.Array]:
-        calls.append(module.launch(*args, **case.options))
-        return calls[0].arrays()
+    module, launches = importlib.import_module(kernel.triton), []
 
-    shapes = jax.eval_shape(trace, *case.shapes())
-    return calls[0], shapes
+    def run(call: Call) -> list[jax.Array]:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.arrays()]
+        launches.append((call, shapes))
+        return [jnp.zeros(x.shape, x.dtype) for x in call.results]
+
+    with mock.patch.object(Call, "run", run):
+        program = getattr(module, kernel.reference.__name__)
+        jax.eval_shape(functools.partial(program, **case.options), *case.shapes())
+    return launches
+
+
+def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the row of a kernel that has several programs."""
+    largest = {name: max(row[name] for row in rows) for name in ("shared", "registers", "spilled")}
+    added = {name: sum(row[name] for row in rows) for name in ("by_number", "selecting_by_number")}
+    block = "; ".join(row["block"] for row in rows)
+    return {**rows[0], "block": block, **largest, **added}
 
 
 def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> dict[str, Any]:

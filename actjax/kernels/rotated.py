@@ -115,16 +115,50 @@ def code_of(
 
 
 def matrix_to_encode(format: fmt.Format) -> jax.Array:
-    """Returns the matrix of `encoded`."""
-    return jnp.asarray(matrix_of(format.group), jnp.bfloat16)
+    """Returns the matrix of `encoded`, whose columns are in the order of `places_of`."""
+    return jnp.asarray(matrix_of(format.group)[:, places_of(format.group)], jnp.bfloat16)
 
 
-def tables_to_decode(format: fmt.Format) -> tuple[jax.Array, jax.Array]:
-    """Returns the matrix of `decoded`, and the level of each code."""
-    matrix = jnp.asarray(matrix_of(format.group).T, jnp.float16)
-    if format.levels == "normal":
-        return matrix, jnp.asarray(normal_levels(format.bits))
-    return matrix, jnp.arange(2**format.bits, dtype=jnp.float16)
+def matrix_to_decode(format: fmt.Format) -> jax.Array:
+    """Returns the matrix of `decoded`, whose rows are in the order of `places_of`."""
+    return jnp.asarray(matrix_of(format.group).T[places_of(format.group)], jnp.float16)
+
+
+def places_of(group: int) -> np.ndarray:
+    """Returns the places of rotated numbers in the order of the half bytes of a plane."""
+    return np.arange(group).reshape(2, group // 2).T.reshape(-1)
+
+
+@functools.cache
+def lookup_of_levels(bits: int) -> str:
+    """Returns the instructions of `rotated_tiles.levels_of_bytes`, for levels of normal numbers.
+
+    A permutation of bytes is a lookup in a table of eight bytes, by the lowest three bits of four
+    codes, as they stand in two bytes. Their fourth bits select among two such results. So it takes
+    5 instructions for four bytes, and 8 for each two of them.
+    """
+    levels = np.resize(normal_levels(bits), 16).view(np.uint8).reshape(16, 2)
+    low, high = ([f"0x{word:08x}" for word in byte.copy().view(np.uint32)] for byte in levels.T)
+    lines = [
+        ".reg .b32 code, sign, a, b, low, high",
+        "and.b32 code, $4, 0x77777777",
+        "shr.b32 sign, $4, 1",
+        "and.b32 sign, sign, 0x44444444",
+        "or.b32 sign, sign, 0x32103210",
+    ]
+    for half in range(2):
+        if half:
+            lines += ["shr.b32 code, code, 16", "shr.b32 sign, sign, 16"]
+        for name, words in (("low", low), ("high", high)):
+            lines += [
+                f"prmt.b32 a, {words[0]}, {words[1]}, code",
+                f"prmt.b32 b, {words[2]}, {words[3]}, code",
+                f"prmt.b32 {name}, a, b, sign",
+            ]
+        # Levels of the low four bits of a byte alternate with those of the high ones.
+        lines += [f"prmt.b32 ${half}, low, high, 0x6240"]
+        lines += [f"prmt.b32 ${2 + half}, low, high, 0x7351"]
+    return "{ " + " ".join(f"{line};" for line in lines) + " }"
 
 
 def sequences(code: fmt.QuantizedCode) -> int:
@@ -139,4 +173,7 @@ def operand(code: fmt.QuantizedCode) -> tuple[list[Any], tuple[Any, ...]]:
     arrays = [*planes, none][:2] + [none if x is None else rows(x) for x in others]
     # Offsets of all rotated numbers are one number, where the matrix has a column of ones.
     first = None if code.offset is None else float(signs_of(code.format.group)[0])
-    return arrays, (PLANES[code.format.bits], code.mean is not None, first, (*map(step, arrays),))
+    is_normal = code.format.levels == "normal"
+    lookup = lookup_of_levels(code.format.bits) if is_normal else None
+    steps = (*map(step, arrays),)
+    return arrays, (PLANES[code.format.bits], code.mean is not None, first, steps, lookup)

@@ -1,15 +1,16 @@
 """Tiles of rotated groups that are rounded to the nearest level, in programs in Triton.
 
-A program has a tile of tokens of one group. What bounds such a program on a GPU are instructions,
-not memory, so that it has few of them:
+A program has a tile of tokens of one group. What bounds such a program on a GPU are instructions
+and the wait for them, not memory, so that it has few of them, few registers, and few exchanges
+between threads:
 
-- The rotation is a product with Hadamard's matrix, which the matrix units compute. It is taken in
-  halves: the first gives the low four bits of the bytes of a plane, the second the high four, and
-  no number moves between threads.
+- The rotation is a product with Hadamard's matrix, which the matrix units compute. Its columns, or
+  rows, are in the order of the half bytes of a plane, so that a thread has both halves of a byte.
 - The code of a number is a polynomial of it, rounded (`actjax.formats.levels`; with uniform levels
   a linear one): a sum that is cut off at 0 and 1 is one instruction, and adding 1.5 · 2^23 leaves
   the rounded number in the lowest bits.
-- Programs run over several tiles, and keep the matrix and the statistics of their channels.
+- Levels come from permutations of bytes, since a table in memory needs an exchange for each number.
+- Programs run over several tiles, keep the matrix, and load a tile while they compute another.
 
 It is read by Triton, whose functions take arrays as tiles, and whose loops over tuples are static.
 """
@@ -57,11 +58,10 @@ def statistics_at(
 
 
 @triton.jit
-def halves_to_encode(matrix, GROUP: tl.constexpr):
-    """The halves of the matrix of `write_code`, [GROUP, GROUP // 2]."""
-    lane, half = tl.arange(0, GROUP), tl.arange(0, GROUP // 2)
-    place = matrix + lane[:, None] * GROUP + half[None, :]
-    return tl.load(place), tl.load(place + GROUP // 2)
+def square(matrix, GROUP: tl.constexpr):
+    """The matrix of a rotation, [GROUP, GROUP]."""
+    lane = tl.arange(0, GROUP)
+    return tl.load(matrix + lane[:, None] * GROUP + lane[None, :])
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def results_at(
 
 @triton.jit
 def write_code(
-    x, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
+    x, centre, inverse, results, matrix, token, live, group, exists,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """Writes the code of a tile [tokens, GROUP]. `CODE` is from `rotated.encoding`."""
@@ -96,9 +96,7 @@ def write_code(
             value = tl.where(exists, value, 0.0)
     WIDTHS: tl.constexpr = CODE[2]
     TERMS: tl.constexpr = CODE[3]
-    low, high, unit, least = encoded(
-        value.to(tl.bfloat16), low_matrix, high_matrix, GROUP, CODE[1], TERMS, CODE[4]
-    )
+    low, high, unit, least = encoded(value.to(tl.bfloat16), matrix, GROUP, CODE[1], TERMS, CODE[4])
     store_planes(low, high, results, token, live, group, GROUPS, WIDTHS)
     store_scale(results[2] + token * GROUPS + group, unit, live)
     if TERMS is None:
@@ -107,8 +105,7 @@ def write_code(
 
 @triton.jit
 def encoded(
-    x, low_matrix, high_matrix, GROUP: tl.constexpr, BITS: tl.constexpr, TERMS: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, matrix, GROUP: tl.constexpr, BITS: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """The codes of a tile [tokens, GROUP], int32 in halves, scales and offsets, float32 [tokens].
 
@@ -116,8 +113,9 @@ def encoded(
     levels are uniform, and scales and offsets are rounded to bfloat16 if they are not `WIDE`.
     """
     # The cast is for the interpreter, whose products of bfloat16 are wrong.
-    x = x.to(low_matrix.dtype)
-    low, high = tl.dot(x, low_matrix), tl.dot(x, high_matrix)
+    x = tl.dot(x.to(matrix.dtype), matrix)
+    # Both are in one thread.
+    low, high = tl.split(tl.reshape(x, (x.shape[0], GROUP // 2, 2)))
     if TERMS is None:
         TOP: tl.constexpr = 2**BITS - 1
         UNIT: tl.constexpr = GROUP**-0.5
@@ -206,10 +204,10 @@ def _store_plane(low, high, plane, token, live, group, GROUPS: tl.constexpr, WID
 
 @triton.jit
 def code_at(
-    arrays, layer, start, sequence, group, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
+    arrays, layer, start, sequence, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """What `decoded` reads of a code, from a token on: planes, scales, offsets, and statistics.
+    """Where a code is, from a token of a layer on: planes, scales, offsets, and statistics.
 
     `CODE` is from `rotated.operand`, like the arrays.
     """
@@ -220,98 +218,122 @@ def code_at(
     plane1 = arrays[1] + layer * STEP[1] + start * (GROUPS * GROUP * WIDTHS[-1] // 8)
     scale = arrays[2] + layer * STEP[2] + start * GROUPS
     offset = arrays[3] + layer * STEP[3] + start * GROUPS
-    column = group * GROUP + tl.arange(0, GROUP)[None, :]
-    mean, spread = channels_of(arrays, layer, sequence, column, FEATURES, GROUP, CODE)
-    return plane0, plane1, scale, offset, mean, spread
+    mean = arrays[4] + layer * STEP[4] + sequence * FEATURES
+    return plane0, plane1, scale, offset, mean, arrays[5] + layer * STEP[5] + sequence * FEATURES
 
 
 @triton.jit
-def channels_of(
-    arrays, layer, sequence, column, FEATURES: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+def loaded(
+    code, first, group, LENGTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    CODE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Means and spreads of some columns, [1, columns]; arguments as for `code_at`."""
-    if CODE[1]:
-        STEP: tl.constexpr = CODE[3]
-        exists = column < FEATURES if FEATURES % GROUP else None
-        place = sequence * FEATURES + column
-        mean = load_scale(arrays[4] + layer.to(tl.int64) * STEP[4] + place, exists)
-        return mean, load_scale(arrays[5] + layer.to(tl.int64) * STEP[5] + place, exists)
-    else:
-        return 0.0, 0.0
+    """What a tile of a code, from a token on, has in memory: bytes of planes, scales and offsets.
 
-
-@triton.jit
-def halves_to_decode(matrix, GROUP: tl.constexpr):
-    """The halves of the matrix of `decoded`, [GROUP // 2, GROUP]."""
-    half, lane = tl.arange(0, GROUP // 2), tl.arange(0, GROUP)
-    place = matrix + half[:, None] * GROUP + lane[None, :]
-    return tl.load(place), tl.load(place + GROUP * GROUP // 2)
-
-
-@triton.jit
-def decoded(
-    code, levels, low_matrix, high_matrix, token, live, group, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, CODE: tl.constexpr,
-):  # fmt: skip
-    """The numbers of a tile of a code, float32 [tokens, GROUP]."""
-    low, high = levels_of(code, levels, token, live, group, GROUPS, GROUP, CODE)
-    return rotated_back(
-        low, high, low_matrix, high_matrix, code, code[4], code[5], tl.arange(0, GROUP)[None, :],
-        token, live, group, GROUPS, GROUP, CODE,
-    )  # fmt: skip
-
-
-@triton.jit
-def levels_of(
-    code, levels, token, live, group, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
-):  # fmt: skip
-    """The levels of a tile of a code, in halves [tokens, GROUP // 2]."""
-    WIDTHS: tl.constexpr = CODE[0]
-    low, high = _load_plane(code[0], token, live, group, GROUPS, GROUP, WIDTHS[0])
-    if len(WIDTHS) > 1:
-        low_above, high_above = _load_plane(code[1], token, live, group, GROUPS, GROUP, WIDTHS[1])
-        low, high = low | low_above << WIDTHS[0], high | high_above << WIDTHS[0]
-    # Registers cannot be indexed, but the cache answers such loads.
-    return tl.load(levels + low), tl.load(levels + high)
-
-
-@triton.jit
-def rotated_back(
-    low, high, low_matrix, high_matrix, code, mean, spread, lane, token, live, group,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr,
-):  # fmt: skip
-    """The numbers of some columns of a tile, float32 [tokens, columns].
-
-    `lane` has the places of these columns in the group, [1, columns]; both matrices have them only,
-    and `mean` and `spread` are theirs.
+    Programs load a tile while they compute the one before it. Where a code has one plane, or no
+    offsets, others stand in their place, so that all tuples are alike.
     """
-    x = tl.dot(low.to(low_matrix.dtype), low_matrix)
-    x = tl.dot(high.to(high_matrix.dtype), high_matrix, x)
-    x *= (load_scale(code[2] + token * GROUPS + group, live) * GROUP**-0.5)[:, None]
+    token = first + tl.arange(0, TILE)
+    live = token < LENGTH if LENGTH % (TILE * STEPS) else None
+    WIDTHS: tl.constexpr = CODE[0]
+    first = _load_plane(code[0], token, live, group, GROUPS, GROUP, WIDTHS[0])
+    second = first
+    if len(WIDTHS) > 1:
+        second = _load_plane(code[1], token, live, group, GROUPS, GROUP, WIDTHS[1])
+    scale = load_scale(code[2] + token * GROUPS + group, live)
+    offset = scale
     if CODE[2] is not None:
-        offset = load_scale(code[3] + token * GROUPS + group, live) * (CODE[2] * GROUP**0.5)
-        x += tl.where(lane == 0, offset[:, None], 0.0)
-    return tl.fma(x, spread, mean) if CODE[1] else x
+        offset = load_scale(code[3] + token * GROUPS + group, live)
+    return first, second, scale, offset
 
 
 @triton.jit
 def _load_plane(
     plane, token, live, group, GROUPS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr
 ):
-    HALF: tl.constexpr = GROUP // 2
-    SIZE: tl.constexpr = HALF * WIDTH // 4
-    lane = tl.arange(0, HALF)
+    """Bytes of a plane, [tokens, GROUP // 2], or, of 8 bits a number, [tokens, GROUP]."""
+    SIZE: tl.constexpr = GROUP * WIDTH // 8
     row = plane + token[:, None] * (GROUPS * SIZE) + group * SIZE
     mask = None if live is None else live[:, None]
     if WIDTH == 8:
-        low = tl.load(row + lane[None, :], mask).to(tl.int32)
-        high = tl.load(row + HALF + lane[None, :], mask).to(tl.int32)
-        return low, high
+        lane = tl.arange(0, GROUP)
+        return tl.load(row + (lane % 2 * (GROUP // 2) + lane // 2)[None, :], mask)
     else:
-        bits = tl.load(row + (lane % SIZE)[None, :], mask).to(tl.int32)
-        if WIDTH < 4:
-            bits = bits >> (lane // SIZE * WIDTH)[None, :]
-        return bits & (2**WIDTH - 1), (bits >> 4) & (2**WIDTH - 1)
+        return tl.load(row + (tl.arange(0, GROUP // 2) % SIZE)[None, :], mask)
+
+
+@triton.jit
+def decoded(
+    tile, code, matrix, group, lane, FEATURES: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+):
+    """The numbers of some columns of a tile of `loaded`, float32 [tokens, columns].
+
+    `lane` has the places of these columns in the group, [1, columns]; the matrix has them only.
+    """
+    levels = _levels_of(tile, GROUP, CODE)
+    # The cast is for the interpreter, whose products of 16-bit floats are wrong.
+    x = tl.dot(levels.to(matrix.dtype), matrix)
+    x *= (tile[2] * GROUP**-0.5)[:, None]
+    if CODE[2] is not None:
+        x += tl.where(lane == 0, (tile[3] * (CODE[2] * GROUP**0.5))[:, None], 0.0)
+    if CODE[1]:
+        # From the cache for each tile: they would take as many registers as all else.
+        column = group * GROUP + lane
+        exists = column < FEATURES if FEATURES % GROUP else None
+        return tl.fma(x, load_scale(code[5] + column, exists), load_scale(code[4] + column, exists))
+    else:
+        return x
+
+
+@triton.jit
+def _levels_of(tile, GROUP: tl.constexpr, CODE: tl.constexpr):
+    """The levels of a tile of `loaded`, float16 [tokens, GROUP], in the order of half bytes.
+
+    First those of the low and of the high four bits of the first byte: both are in one thread.
+    """
+    WIDTHS: tl.constexpr = CODE[0]
+    LOOKUP: tl.constexpr = CODE[4]
+    if WIDTHS[0] == 8:
+        return _as_float16(tile[0].to(tl.int32))
+    else:
+        if LOOKUP is not None and WIDTHS[0] == 4:
+            low, high = levels_of_bytes(tile[0], LOOKUP)
+        else:
+            low, high = _halves(tile[0].to(tl.int32), GROUP, WIDTHS[0])
+            if len(WIDTHS) > 1:
+                low_above, high_above = _halves(tile[1].to(tl.int32), GROUP, WIDTHS[1])
+                low, high = low | low_above << WIDTHS[0], high | high_above << WIDTHS[0]
+            if LOOKUP is not None:
+                low, high = levels_of_bytes((low | high << 4).to(tl.uint8), LOOKUP)
+            else:
+                low, high = _as_float16(low), _as_float16(high)
+        return tl.reshape(tl.join(low, high), (low.shape[0], GROUP))
+
+
+@triton.jit
+def _halves(bits, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """The numbers of the low and of the high four bits of bytes."""
+    if WIDTH < 4:
+        SIZE: tl.constexpr = GROUP * WIDTH // 8
+        bits = bits >> (tl.arange(0, GROUP // 2) // SIZE * WIDTH)[None, :]
+    return bits & (2**WIDTH - 1), (bits >> 4) & (2**WIDTH - 1)
+
+
+@triton.jit
+def _as_float16(code):
+    """Whole numbers from 0 to 255 in float16, from the bits of 1024 and more."""
+    return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def levels_of_bytes(code, LOOKUP: tl.constexpr):
+    """The levels of the low and of the high four bits of bytes, float16.
+
+    `LOOKUP` is from `rotated.lookup_of_levels`. A table in memory would need a layout of its own,
+    where the codes of a thread are in 32 rows.
+    """
+    return tl.inline_asm_elementwise(
+        LOOKUP, "=r,=r,=r,=r,r", [code], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+    )
 
 
 @triton.jit

@@ -127,12 +127,13 @@ def block_of(kernel: str, capability: tuple[int, ...]) -> Mapping[str, int]:
       kernel: name of the program.
       capability: compute capability of the GPU.
     """
-    known = {tuple(map(int, name.split("."))): block for name, block in _blocks()[kernel].items()}
+    blocks = known_blocks()[kernel].items()
+    known = {tuple(map(int, name.split("."))): block for name, block in blocks}
     return known[max((c for c in known if c <= tuple(capability)), default=min(known))]
 
 
 @functools.cache
-def _blocks() -> dict[str, dict[str, dict[str, int]]]:
+def known_blocks() -> dict[str, dict[str, dict[str, int]]]:
     """Returns the blocks of `blocks.json`, by program and compute capability."""
     text = importlib.resources.files("actjax.kernels").joinpath("blocks.json").read_text()
     return json.loads(text)

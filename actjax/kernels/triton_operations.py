@@ -43,9 +43,8 @@ def run(
     if of(TAIL, 5):
         values = values + (first,)
     for i in tl.static_range(len(of(TAIL, 1))):
-        SOURCE: tl.constexpr = of(TAIL, 1, i, 0)
-        matrix = matrices[i] if SOURCE < 0 else outputs[SOURCE]
-        values = values + (tl.load(matrix + layer * of(TAIL, 1, i, 1) + place, mask),)
+        place_of = _matrix(matrices[i], outputs, of(TAIL, 1, i, 0)) + layer * of(TAIL, 1, i, 1)
+        values = values + (tl.load(place_of + place, mask),)
     for i in tl.static_range(len(of(TAIL, 2))):
         values = values + (tl.load(scalars[i] + of(TAIL, 2, i)),)
     for i in tl.static_range(len(LINES)):
@@ -61,6 +60,12 @@ def run(
         is_read = (row % of(TAIL, 4, i) == 0) & (column >= 0)
         square = tl.where(is_read if mask is None else is_read & mask, size * size, 0.0)
         tl.store(sums[i] + part, tl.sum(square))
+
+
+@triton.jit
+def _matrix(matrix, outputs, SOURCE: tl.constexpr):
+    """A matrix, or the output that replaces it."""
+    return matrix if SOURCE < 0 else outputs[SOURCE]
 
 
 @triton.jit

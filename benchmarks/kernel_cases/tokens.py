@@ -255,6 +255,7 @@ DEQUANTIZE = (
     _dequantize("3 bits, normal levels", (4, 192), 3, levels="normal", group=64),
     _dequantize("balanced, rotated, normal levels", (9, 576), 4, **_NORMAL),
     _dequantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
+    _dequantize("balanced, rotated, 8 bits", (6, 213), 8, jnp.float32, **_BALANCED),
     *_of_programs(_dequantize),
     *_unrotated(_dequantize),
     _dequantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),

@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 
 from actjax.formats.code import QuantizedCode
 from actjax.formats.four_bit import fraction_of_hash
-from actjax.kernels import triton_call
+from actjax.kernels import rotated_tiles, triton_call
 from actjax.kernels.adam_4bit import triton_moments
 from actjax.kernels.adam_4bit.triton import adam_4bit
 from actjax.kernels.adam_8bit.triton import adam_8bit
@@ -68,6 +68,38 @@ def converted(input, source, target, mode, convert=interpreter._convert_float):
     if (source, target) == (tl.float32, tl.bfloat16):
         return input.view(np.float32).astype(jnp.bfloat16).view(np.uint16)
     return convert(input, source, target, mode)
+
+
+def looked_up(code, lookup):
+    """Does what `rotated_tiles.levels_of_bytes` does, which Triton's interpreter cannot run."""
+    data = code.handle.data
+    registers = {"$4": np.ascontiguousarray(data).view(np.uint32)}
+    for line in lookup.strip("{ }").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        if name.endswith(".b32") and not name.startswith("."):
+            result, *read = (x.strip() for x in operands.split(","))
+            read = [registers[x] if x in registers else np.uint32(int(x, 0)) for x in read]
+            registers[result] = PTX[name[:-4]](*read)
+    halves = [np.stack([registers[f"${2 * i}"], registers[f"${2 * i + 1}"]], -1) for i in range(2)]
+    halves = [np.ascontiguousarray(x).view(np.float16).reshape(data.shape) for x in halves]
+    kind = tl.block_type(tl.float16, list(data.shape))
+    return tuple(tl.tensor(interpreter.TensorHandle(x, tl.float16), kind) for x in halves)
+
+
+def permuted(low, high, selector):
+    """Permutes bytes: those of a result are of the eight of two words."""
+    words = np.broadcast_arrays(low, high, selector)
+    both = words[0].astype(np.uint64) | words[1].astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(both)
+    for i in map(np.uint64, range(4)):
+        place = words[2].astype(np.uint64) >> 4 * i & 15
+        assert np.all(place < 8)  # The others have the sign of a byte.
+        result |= (both >> 8 * place & 255) << 8 * i
+    return result.astype(np.uint32)
+
+
+PTX = {"and": np.bitwise_and, "or": np.bitwise_or, "shr": np.right_shift, "prmt": permuted}
+"""Instructions of NVIDIA's assembly, by name."""
 
 
 def tensor(x):
@@ -298,6 +330,7 @@ def row(name, case, *, in_stacks):
 if __name__ == "__main__":
     triton_call.Call.run = interpreted
     interpreter._convert_float = converted
+    rotated_tiles.levels_of_bytes = looked_up
     lines = []
     for name, (kernel, cases) in KERNELS.items():
         if name not in (sys.argv[1:] or KERNELS):

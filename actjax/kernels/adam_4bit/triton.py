@@ -88,7 +88,6 @@ def launch(
         [
             *(factors or [jnp.zeros(1)]),
             value_of(corrections),
-            jnp.float32(moments.LEVELS),
             *read,
             *of_tail.arguments,
         ],
@@ -114,7 +113,7 @@ def launch(
 
 @triton.jit
 def actjax_adam_4bit(
-    layer, factor, corrections, levels, grad, mu_row, mu_column, nu_row, nu_column,
+    layer, factor, corrections, grad, mu_row, mu_column, nu_row, nu_column,
     mu_row_inverse, mu_column_inverse, nu_row_inverse, nu_column_inverse, m0, m1, m2, m3, m4, m5,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
     held0, held1, held2, held3, held4, held5, held6, held7, held8,
@@ -163,11 +162,11 @@ def actjax_adam_4bit(
     )  # fmt: skip
     grad += at * STEP[0]
     low, low_offset, low_second = _updated(
-        grad, factor, corrections, levels, old, scale, second, rows, columns, operands, at, row,
+        grad, factor, corrections, old, scale, second, rows, columns, operands, at, row,
         live, group, 0, FEATURES, GROUP, SCALED, HYPER, STOCHASTIC, SECOND, TAIL,
     )  # fmt: skip
     high, high_offset, high_second = _updated(
-        grad, factor, corrections, levels, old, scale, second, rows, columns, operands, at, row,
+        grad, factor, corrections, old, scale, second, rows, columns, operands, at, row,
         live, group, 1, FEATURES, GROUP, SCALED, HYPER, STOCHASTIC, SECOND, TAIL,
     )  # fmt: skip
     if SECOND == "codes":
@@ -184,7 +183,7 @@ def actjax_adam_4bit(
 
 @triton.jit
 def _updated(
-    grad, factor, corrections, levels, first, scale, second, rows, columns, operands, at, row, live,
+    grad, factor, corrections, first, scale, second, rows, columns, operands, at, row, live,
     group, HALF: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
     HYPER: tl.constexpr, STOCHASTIC: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +199,7 @@ def _updated(
     place = row * FEATURES + column
     g = triton_adam.gradient(grad, factor, place, mask, SCALED)
     first = moments.first_moment(
-        first, scale, rows[0], tl.load(columns[0] + column, exists), g, levels, HALF,
+        first, scale, rows[0], tl.load(columns[0] + column, exists), g, HALF,
         HYPER[0], HYPER[1],
     )  # fmt: skip
     second = moments.second_moment(

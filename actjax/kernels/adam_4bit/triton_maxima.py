@@ -41,7 +41,7 @@ def launch(
     shapes = [(count, d, tiles), (count, steps, n)] * 2
     return Call(
         actjax_adam_4bit_maxima,
-        [*(factors or [jnp.zeros(1)]), jnp.float32(moments.LEVELS), *arrays],
+        [*(factors or [jnp.zeros(1)]), *arrays],
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         lambda _: (count * steps * tiles,),
         {
@@ -61,7 +61,7 @@ def launch(
 
 @triton.jit
 def actjax_adam_4bit_maxima(
-    layer, factor, levels, grad, mu, mu_scale, nu, mu_row, mu_column, nu_row, nu_column,
+    layer, factor, grad, mu, mu_scale, nu, mu_row, mu_column, nu_row, nu_column,
     held0, held1, held2, held3, mu_by_row, mu_by_column, nu_by_row, nu_by_column,
     COUNT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr,
@@ -108,7 +108,7 @@ def actjax_adam_4bit_maxima(
             g = triton_adam.gradient(grad, factor, row * FEATURES + column, mask, SCALED)
             scales = tl.load(mu_column + column, exists)
             first = moments.first_moment(
-                first_codes, scale, first_row, scales, g, levels, half, HYPER[0], HYPER[1]
+                first_codes, scale, first_row, scales, g, half, HYPER[0], HYPER[1]
             )
             size = tl.abs(first)
             if mask is not None:

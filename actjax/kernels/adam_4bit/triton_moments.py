@@ -3,21 +3,21 @@
 It is read by Triton, whose static branches end in `else`.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 
-_INDEX = (np.arange(16) ^ 8) - 8
-_SIZE = np.abs(_INDEX).astype("float32")
-LEVELS = np.sign(_INDEX) * np.maximum(_SIZE * np.float32(0.1), _SIZE * np.float32(0.2) - 0.4)
-"""Level of each code of a first moment, before its scales; float64 [16]."""
-
 
 @triton.jit
-def first_moment(codes, scale, row_scale, column_scale, g, levels, HALF: tl.constexpr, B1, C1):
+def first_moment(codes, scale, row_scale, column_scale, g, HALF: tl.constexpr, B1, C1):
     """The new first moments of a half of the bytes, `B1 m + C1 g`."""
-    # Registers cannot be indexed, but the cache answers such loads.
-    level = tl.load(levels + (codes >> 4 * HALF & 15))
+    index = codes << (28 - 4 * HALF) >> 28
+    # The bits of 1.5 * 2^23 and a whole number.
+    index = (index + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    size = tl.abs(index)
+    # As `four_bit.signed_level`.
+    level = tl.maximum(size * 0.1, size * 0.2 - 0.4)
+    sign = index.to(tl.uint32, bitcast=True) & 0x80000000
+    level = (level.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return level * (B1 * scale) * _smaller(row_scale, column_scale) + C1 * g
 
 

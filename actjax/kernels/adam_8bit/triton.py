@@ -75,7 +75,6 @@ def launch(
             rows(whole),
             *(factors or [jnp.zeros(1)]),
             value_of(corrections),
-            *map(jnp.asarray, _tables()),
             *of_tail.arguments,
         ],
         results,
@@ -92,55 +91,49 @@ def launch(
             "MOMENTS": tuple((isinstance(x, Layer), step(x)) for x in moments),
             "HYPER": (b1, 1 - b1, b2, 1 - b2, eps, eps_root),
             "TAIL": of_tail.constants,
+            "FIRST": _lines(False),
+            "SECOND": _lines(True),
         },
         replaced=moments,
     )
 
 
+Lines = tuple[tuple[float, float], ...]
+"""Slopes and intercepts."""
+
+
 @functools.cache
-def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the level of each code for a scale of 1, and the lines of `blockwise.dynamic_index`.
+def _lines(unsigned: bool) -> tuple[Lines, Lines]:
+    """Returns the lines of a moment's decades, as `blockwise.dynamic_index` has them.
+
+    A level is a convex function of its index, made of a line for each decade: the largest of all.
+    So the index of half a magnitude is the smallest of their inverses.
 
     Returns:
-      levels: of the codes -128 to 127 of `mu`, and 0 to 255 of `nu`.
-      lines: [3, 2, 256, 2], of `mu` and of `nu`, the two lines that the index of a magnitude can be
-        on, by the exponent of half the magnitude: slope for the half, and intercept. A NaN may have
-        a sign, with which it reads what is behind its own.
+      levels: from an index to the level, for a scale of 1.
+      indices: from half the magnitude to the index.
     """
-    signed, unsigned = np.arange(-128, 128), np.arange(256)
-    levels = [np.sign(signed) * _levels(abs(signed), decades(False))]
-    levels.append(_levels(unsigned, decades(True)))
-    lines = np.zeros((3, 2, 256, 2))
-    # Magnitudes are up to 1, so that other exponents are those of infinity and of no number.
-    least = 2.0 ** (np.arange(127) - 126)
-    for of_moment, top in zip(lines[:2], (decades(False), decades(True)), strict=True):
-        count = 2.0 ** np.arange(top, -1, -1)
-        slope = 10.0 ** np.arange(top + 1) * count / 0.9
-        intercept = count - 1 - count / 9
-        # The last decade has one level, its upper end.
-        slope[-1], intercept[-1] = 10.0**top, 0.0
-        for of_end, end in zip(of_moment, (least, 2 * least), strict=True):
-            decade = np.clip(np.floor(-np.log10(end)), 0, top).astype(int)
-            of_end[:127] = np.stack([2 * slope[decade], intercept[decade]], axis=1)
-    return np.float32(np.concatenate(levels)), np.float32(lines)
-
-
-def _levels(index: np.ndarray, top: int) -> np.ndarray:
-    """Returns the magnitude of levels, as documented by `blockwise.dynamic_index`."""
-    power = np.floor(np.log2(np.maximum(index, 1)))
-    fraction = 0.1 + 0.9 * ((index + 1) / 2**power - 1)
-    return np.where(index > 0, 10.0 ** (power - top) * fraction, 0.0)
+    top = decades(unsigned)
+    power = np.arange(top + 1)
+    slope, intercept = 10.0 ** (power - top) * 0.9 / 2.0**power, 10.0 ** (power - top) * -0.8
+    intercept += slope
+    # The lowest decade has one level, its upper end.
+    slope[0], intercept[0] = 10.0**-top, 0.0
+    inverse = np.stack([2 / slope, -intercept / slope], axis=1)
+    levels = np.stack([slope, intercept], axis=1)
+    return tuple(map(tuple, levels.tolist())), tuple(map(tuple, inverse.tolist()))
 
 
 @triton.jit
 def actjax_adam_8bit(
-    layer, grad, factor, corrections, levels, lines, m0, m1, m2, m3, m4, m5,
+    layer, grad, factor, corrections, m0, m1, m2, m3, m4, m5,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9,
     held0, held1, held2, held3, held4, held5, held6, held7, held8, held9,
     mu, mu_scale, nu, nu_scale, out0, out1, out2, out3, sum0, sum1,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, GRAD_STEP: tl.constexpr, SCALED: tl.constexpr,
     MOMENTS: tl.constexpr, HYPER: tl.constexpr, TAIL: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one block of columns."""
     group = tl.program_id(0) % BLOCKS
@@ -164,13 +157,13 @@ def actjax_adam_8bit(
     nu_scale += at * MOMENTS[3][1] + of_block
     first = _moment(
         mu if MOMENTS[0][0] else held0, mu_scale if MOMENTS[1][0] else held1 + of_block,
-        place, mask, live, levels + 128, 1.0,
+        place, mask, live, 1.0, triton_operations.of(FIRST, 0),
     )  # fmt: skip
     first = HYPER[0] * first + HYPER[1] * g
     # Its sum does not cancel, so that it may be rounded otherwise than in the definition.
     second = _moment(
         nu if MOMENTS[2][0] else held2, nu_scale if MOMENTS[3][0] else held3 + of_block,
-        place, mask, live, levels + 256, HYPER[2],
+        place, mask, live, HYPER[2], triton_operations.of(SECOND, 0),
     )  # fmt: skip
     second += HYPER[3] * (g * g)
     update = triton_adam.update_of(first, second, corrections, HYPER[4], HYPER[5])
@@ -185,22 +178,35 @@ def actjax_adam_8bit(
     # A block ends after a number of columns that 16 divides, or they are looked at one by one.
     GRAIN: tl.constexpr = 16 if FEATURES % 16 == 0 and BLOCK % 16 == 0 else 1
     end = tl.minimum(BLOCK, FEATURES - group * BLOCK) // GRAIN if exists is not None else None
-    _store_moment(first, mu + place, mu_scale, mask, live, end, lines, GRAIN, False)
-    _store_moment(second, nu + place, nu_scale, mask, live, end, lines + 4 * 256, GRAIN, True)
+    _store_moment(
+        first, mu + place, mu_scale, mask, live, end, GRAIN, False, triton_operations.of(FIRST, 1)
+    )
+    _store_moment(
+        second, nu + place, nu_scale, mask, live, end, GRAIN, True, triton_operations.of(SECOND, 1)
+    )
 
 
 @triton.jit
-def _moment(codes, scale, place, mask, live, levels, FACTOR: tl.constexpr):
-    """A decoded moment times a factor; `levels` begin with that of the lowest code."""
+def _moment(codes, scale, place, mask, live, FACTOR: tl.constexpr, LINES: tl.constexpr):
+    """A decoded moment times a factor."""
     code = tl.load(codes + place, mask, None if mask is None else 0).to(tl.int32)
-    # Registers cannot be indexed, but the cache answers such loads.
-    return tl.load(levels + code) * (FACTOR * tl.load(scale, live))
+    # The bits of 1.5 * 2^23 and a whole number.
+    index = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    size = tl.abs(index)
+    level = size * triton_operations.of(LINES, 0, 0)
+    for i in tl.static_range(1, len(LINES)):
+        level = tl.maximum(level, _on_line(size, triton_operations.of(LINES, i)))
+    if codes.dtype.element_ty == tl.int8:
+        sign = index.to(tl.uint32, bitcast=True) & 0x80000000
+        level = (level.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return level * (FACTOR * tl.load(scale, live))
 
 
 @triton.jit
 def _store_moment(
-    value, codes, scale, mask, live, end, lines, GRAIN: tl.constexpr, UNSIGNED: tl.constexpr
-):
+    value, codes, scale, mask, live, end, GRAIN: tl.constexpr, UNSIGNED: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
     """Writes a moment, as `Blockwise.encode`; the numbers from `end * GRAIN` on do not exist."""
     size = value if UNSIGNED else tl.abs(value)
     # Integers are in the same order, and a maximum of them does not drop a NaN.
@@ -213,9 +219,9 @@ def _store_moment(
     largest = tl.max(bits, 1).to(tl.float32, bitcast=True)[:, None]
     # Half of a factor that could overflow.
     size *= 0.5 / tl.maximum(largest, 2.0**-125, propagate_nan=tl.PropagateNan.ALL)
-    lines = lines.to(tl.pointer_type(tl.int64), bitcast=True)
-    lines += size.to(tl.uint32, bitcast=True) >> 23
-    index = tl.minimum(_on_line(size, tl.load(lines)), _on_line(size, tl.load(lines + 256)))
+    index = size * triton_operations.of(LINES, 0, 0)
+    for i in tl.static_range(1, len(LINES)):
+        index = tl.minimum(index, _on_line(size, triton_operations.of(LINES, i)))
     if UNSIGNED:
         # A positive value never becomes zero: it divides the first moment.
         index = tl.where(value > 0, tl.maximum(index, 1.0), 0.0)
@@ -229,7 +235,5 @@ def _store_moment(
 
 
 @triton.jit
-def _on_line(x, line):
-    """A point of a line, whose slope and intercept are the bits of one number."""
-    slope = line.to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.fma(x, slope, (line >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+def _on_line(x, LINE: tl.constexpr):
+    return tl.fma(x, triton_operations.of(LINE, 0), triton_operations.of(LINE, 1))

@@ -33,7 +33,7 @@ def launch(code: QuantizedCode) -> Call:
     length = tokens // rotated.sequences(code)
     return Call(
         actjax_dequantize,
-        [*arrays, *rotated.tables_to_decode(code.format)],
+        [*arrays, rotated.matrix_to_decode(code.format)],
         [jax.ShapeDtypeStruct((tokens, code.features), code.dtype)],
         lambda block: (
             tokens // length * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,
@@ -50,7 +50,7 @@ def launch(code: QuantizedCode) -> Call:
 
 @triton.jit
 def actjax_dequantize(
-    layer, plane0, plane1, scale, offset, mean, spread, matrix, levels, held, x,
+    layer, plane0, plane1, scale, offset, mean, spread, matrix, held, x,
     LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     X: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -58,20 +58,21 @@ def actjax_dequantize(
     group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start = sequence.to(tl.int64) * LENGTH
     code = rotated_tiles.code_at(
-        (plane0, plane1, scale, offset, mean, spread), tl.load(layer), start, sequence, group,
-        FEATURES, GROUPS, GROUP, X,
+        (plane0, plane1, scale, offset, mean, spread), tl.load(layer), start, sequence, FEATURES,
+        GROUPS, GROUP, X,
     )  # fmt: skip
-    low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
-    column = group * GROUP + tl.arange(0, GROUP)
-    exists = (column < FEATURES)[None, :] if FEATURES % GROUP else None
+    rotation = rotated_tiles.square(matrix, GROUP)
+    lane = tl.arange(0, GROUP)[None, :]
+    column = group * GROUP + lane
+    exists = column < FEATURES if FEATURES % GROUP else None
     x += start * FEATURES
+    tile = rotated_tiles.loaded(code, first, group, LENGTH, GROUPS, GROUP, X, TILE, STEPS)
     for i in range(STEPS):
+        value = rotated_tiles.decoded(tile, code, rotation, group, lane, FEATURES, GROUP, X)
+        # The last tile loads the first one again, which is in the cache.
+        after = first + (i + 1) % STEPS * TILE
+        tile = rotated_tiles.loaded(code, after, group, LENGTH, GROUPS, GROUP, X, TILE, STEPS)
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        value = rotated_tiles.decoded(
-            code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, X
-        )
         mask = rotated_tiles.mask_of(live, exists)
-        tl.store(
-            x + token[:, None] * FEATURES + column[None, :], value.to(x.dtype.element_ty), mask
-        )
+        tl.store(x + token[:, None] * FEATURES + column, value.to(x.dtype.element_ty), mask)

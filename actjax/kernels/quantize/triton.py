@@ -57,7 +57,7 @@ def actjax_quantize(
     results = rotated_tiles.results_at(
         (plane0, plane1, scale, offset), tl.load(layer), start, GROUPS, GROUP, CODE
     )
-    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
+    rotation = rotated_tiles.square(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
     centre, inverse = rotated_tiles.statistics_at(
@@ -70,6 +70,6 @@ def actjax_quantize(
         fill = None if mask is None else 0.0
         stored = tl.load(x + token[:, None] * FEATURES + column, mask, fill)
         rotated_tiles.write_code(
-            stored, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
+            stored, centre, inverse, results, rotation, token, live, group, exists,
             GROUPS, GROUP, CODE,
         )  # fmt: skip

@@ -1,5 +1,6 @@
-"""`rms_norm_backward` in one pass, in Triton: rows are decoded in registers, twice."""
+"""`rms_norm_backward` in Triton: of an array in one pass, whose rows are read twice."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import triton.language as tl
 from actjax.formats.code import QuantizedCode, group_count
 from actjax.kernels import limits, rotated, rotated_tiles
 from actjax.kernels.layers import rows, value_of
+from actjax.kernels.rms_norm_backward import triton_codes
 from actjax.kernels.triton_call import Call, block_for, step
 
 _LARGEST_BLOCK = 128
@@ -59,27 +61,23 @@ def launch(
     eps: float,
     with_value: bool,
 ) -> Call:
-    """Returns the launch of the program for arguments that it does not refuse.
+    """Returns the last launch for arguments that are not refused.
 
     Its first result is a number if the value is not wanted.
     """
-    features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
+    options: dict[str, Any] = {"eps": eps, "with_value": with_value}
     if isinstance(x, QuantizedCode):
-        group, sequences = x.format.group, rotated.sequences(x)
-        arrays, code = rotated.operand(x)
-        tables = rotated.tables_to_decode(x.format)
-    else:
-        group, sequences, code = min(_LARGEST_BLOCK, triton.next_power_of_2(features)), 1, None
-        dummy = jnp.zeros((1, 1), jnp.float32)
-        arrays, tables = [rows(x), *[dummy] * 5], (dummy, dummy)
-    length = tokens // sequences
+        sums, gradients = triton_codes.launches(x, scale, dy, addend, **options)
+        return dataclasses.replace(gradients, arguments=[*gradients.arguments, *sums.run()])
+    features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
+    block = min(_LARGEST_BLOCK, triton.next_power_of_2(features))
     tile = block_for("actjax_rms_norm_backward")["TILE"]
-    programs = sequences * triton.cdiv(length, tile)
+    programs = triton.cdiv(tokens, tile)
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
-    others = [rows(dy), rows(dy if addend is None else addend)]
+    read = [rows(x), rows(dy), rows(dy if addend is None else addend)]
     return Call(
         actjax_rms_norm_backward,
-        [*arrays, *tables, value_of(scale), *others],
+        [value_of(scale), *read],
         [
             shape if with_value else jax.ShapeDtypeStruct((1, 1), x.dtype),
             shape,
@@ -87,16 +85,14 @@ def launch(
         ],
         lambda _: (programs,),
         {
-            "LENGTH": length,
+            "TOKENS": tokens,
             "FEATURES": features,
-            "GROUPS": group_count(features, group),
-            "GROUP": group,
-            "CODE": code,
-            "X_STEP": step(arrays[0]),
+            "GROUPS": group_count(features, block),
+            "BLOCK": block,
             "EPS": eps,
             "WITH_VALUE": with_value,
             "WITH_ADDEND": addend is not None,
-            "STEPS_OF_LAYERS": tuple(map(step, others)),
+            "STEPS_OF_LAYERS": tuple(map(step, read)),
             "TILE": tile,
         },
     )
@@ -104,88 +100,56 @@ def launch(
 
 @triton.jit
 def actjax_rms_norm_backward(
-    layer, x0, x1, x_scale, x_offset, x_mean, x_spread, matrix, levels, scale, dy, addend,
-    held0, held1, held2, value, dx, dscale,
-    LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    CODE: tl.constexpr, X_STEP: tl.constexpr, EPS: tl.constexpr, WITH_VALUE: tl.constexpr,
-    WITH_ADDEND: tl.constexpr, STEPS_OF_LAYERS: tl.constexpr, TILE: tl.constexpr,
+    layer, scale, x, dy, addend, held0, held1, held2, value, dx, dscale,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, WITH_VALUE: tl.constexpr, WITH_ADDEND: tl.constexpr,
+    STEPS_OF_LAYERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a sequence, all of their groups: first their sums, then the gradients."""
-    _, sequence, first = rotated_tiles.place_of_program(LENGTH, 1, TILE, 1)
-    start, at = sequence.to(tl.int64) * LENGTH, tl.load(layer).to(tl.int64)
-    dy += at * STEPS_OF_LAYERS[0]
-    addend += at * STEPS_OF_LAYERS[1]
-    token = first + tl.arange(0, TILE)
-    if LENGTH * FEATURES >= 2**31:
+    """Some tokens, all of their groups: first their sums, then the gradients."""
+    at = tl.load(layer).to(tl.int64)
+    x += at * STEPS_OF_LAYERS[0]
+    dy += at * STEPS_OF_LAYERS[1]
+    addend += at * STEPS_OF_LAYERS[2]
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if TOKENS * FEATURES >= 2**31:
         token = token.to(tl.int64)
-    live = token < LENGTH if LENGTH % TILE else None
-    lane = tl.arange(0, GROUP)
-    arrays = (x0, x1, x_scale, x_offset, x_mean, x_spread)
+    live = token < TOKENS if TOKENS % TILE else None
+    lane = tl.arange(0, BLOCK)
     # Added up along rows after the loop, since that is many instructions.
-    squares = tl.zeros((TILE, GROUP), tl.float32)
-    along = tl.zeros((TILE, GROUP), tl.float32)
+    squares = tl.zeros((TILE, BLOCK), tl.float32)
+    along = tl.zeros((TILE, BLOCK), tl.float32)
     for group in range(GROUPS):
-        column = (group * GROUP + lane)[None, :]
-        exists = column < FEATURES if FEATURES % GROUP else None
+        column = (group * BLOCK + lane)[None, :]
+        exists = column < FEATURES if FEATURES % BLOCK else None
         mask = rotated_tiles.mask_of(live, exists)
-        place = start * FEATURES + (token[:, None] * FEATURES + column)
-        x = _read(
-            arrays, matrix, levels, at, start, sequence, token, live, group, place, mask, dx,
-            FEATURES, GROUPS, GROUP, CODE, X_STEP,
-        )  # fmt: skip
-        if exists is not None:
-            x = tl.where(exists, x, 0.0)
-        d = tl.load(dy + place, mask, None if mask is None else 0.0).to(tl.float32)
+        fill = None if mask is None else 0.0
+        place = token[:, None] * FEATURES + column
+        number = tl.load(x + place, mask, fill).to(tl.float32)
+        d = tl.load(dy + place, mask, fill).to(tl.float32)
         d *= tl.load(scale + column, exists, None if exists is None else 0.0).to(tl.float32)
-        squares = tl.fma(x, x, squares)
-        along = tl.fma(d, x, along)
+        squares = tl.fma(number, number, squares)
+        along = tl.fma(d, number, along)
     inverse = tl.rsqrt(tl.sum(squares, 1)[:, None] * (1.0 / FEATURES) + EPS)
     along = tl.sum(along, 1)[:, None] * inverse * (1.0 / FEATURES)
     for group in range(GROUPS):
-        column = (group * GROUP + lane)[None, :]
-        exists = column < FEATURES if FEATURES % GROUP else None
+        column = (group * BLOCK + lane)[None, :]
+        exists = column < FEATURES if FEATURES % BLOCK else None
         mask = rotated_tiles.mask_of(live, exists)
-        place = start * FEATURES + (token[:, None] * FEATURES + column)
-        unit = inverse * _read(
-            arrays, matrix, levels, at, start, sequence, token, live, group, place, mask, dx,
-            FEATURES, GROUPS, GROUP, CODE, X_STEP,
-        )  # fmt: skip
+        fill = None if mask is None else 0.0
+        place = token[:, None] * FEATURES + column
+        # From the cache.
+        unit = inverse * tl.load(x + place, mask, fill).to(tl.float32)
+        d = tl.load(dy + place, mask, fill).to(tl.float32)
         factor = tl.load(scale + column, exists).to(tl.float32)
-        d = tl.load(dy + place, mask, None if mask is None else 0.0).to(tl.float32)
         if WITH_VALUE:
             tl.store(value + place, (unit * factor).to(value.dtype.element_ty), mask)
-        of_scale = d * unit
-        if live is not None:
-            # Tokens beyond the last have no defined `unit`.
-            of_scale = tl.where(live[:, None], of_scale, 0.0)
-        sums = dscale + tl.program_id(0) * FEATURES + group * GROUP + lane
+        column = group * BLOCK + lane
         tl.store(
-            sums,
-            tl.sum(of_scale, 0),
-            None if FEATURES % GROUP == 0 else group * GROUP + lane < FEATURES,
+            dscale + tl.program_id(0) * FEATURES + column,
+            tl.sum(d * unit, 0),
+            None if FEATURES % BLOCK == 0 else column < FEATURES,
         )
         d = (inverse * (d * factor - unit * along)).to(dx.dtype.element_ty)
         if WITH_ADDEND:
             d += tl.load(addend + place, mask).to(d.dtype)
         tl.store(dx + place, d, mask)
-
-
-@triton.jit
-def _read(
-    arrays, matrix, levels, layer, start, sequence, token, live, group, place, mask, like,
-    FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr,
-    X_STEP: tl.constexpr,
-):  # fmt: skip
-    """A tile of the input, float32, rounded as in memory."""
-    if CODE is None:
-        x = tl.load(arrays[0] + layer * X_STEP + place, mask, None if mask is None else 0.0)
-        return x.to(tl.float32)
-    else:
-        code = rotated_tiles.code_at(
-            arrays, layer, start, sequence, group, FEATURES, GROUPS, GROUP, CODE
-        )
-        low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
-        x = rotated_tiles.decoded(
-            code, levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, CODE
-        )
-        return x.to(like.dtype.element_ty).to(tl.float32)

@@ -78,7 +78,7 @@ def actjax_rms_norm_encode(
     results = rotated_tiles.results_at(
         (plane0, plane1, unit, offset), tl.load(layer), start, GROUPS, GROUP, CODE
     )
-    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
+    rotation = rotated_tiles.square(matrix, GROUP)
     token = first + tl.arange(0, TILE)
     if LENGTH * FEATURES >= 2**31:
         token = token.to(tl.int64)
@@ -108,6 +108,6 @@ def actjax_rms_norm_encode(
             mean, spread, sequence, column, exists, FEATURES, CODE
         )
         rotated_tiles.write_code(
-            stored, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
+            stored, centre, inverse, results, rotation, token, live, group, exists,
             GROUPS, GROUP, CODE,
         )  # fmt: skip

@@ -37,7 +37,7 @@ def launch(code: QuantizedCode, cos: jax.Array, sin: jax.Array) -> Call:
         actjax_rope_decode,
         [
             *arrays,
-            *rotated.tables_to_decode(code.format),
+            rotated.matrix_to_decode(code.format),
             value_of(cos),
             value_of(sin),
         ],
@@ -59,7 +59,7 @@ def launch(code: QuantizedCode, cos: jax.Array, sin: jax.Array) -> Call:
 
 @triton.jit
 def actjax_rope_decode(
-    layer, plane0, plane1, scale, offset, mean, spread, matrix, levels, cos, sin, held, x,
+    layer, plane0, plane1, scale, offset, mean, spread, matrix, cos, sin, held, x,
     LENGTH: tl.constexpr, POSITIONS: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, X: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr,
@@ -67,35 +67,27 @@ def actjax_rope_decode(
     """Some tiles of tokens of a sequence, of one group: its pairs are two tiles."""
     group, sequence, first = rotated_tiles.place_of_program(LENGTH, GROUPS, TILE, STEPS)
     start, at = sequence.to(tl.int64) * LENGTH, tl.load(layer)
-    arrays = (plane0, plane1, scale, offset, mean, spread)
     code = rotated_tiles.code_at(
-        arrays, at, start, sequence, group, FEATURES, GROUPS, GROUP, X
+        (plane0, plane1, scale, offset, mean, spread), at, start, sequence, FEATURES, GROUPS, GROUP,
+        X,
     )  # fmt: skip
     # The matrix decides which numbers a product gives: no number moves to its partner.
     pair = tl.arange(0, GROUP // 2)[None, :]
     lane = pair // HALF * (2 * HALF) + pair % HALF
-    rows = matrix + tl.arange(0, GROUP // 2)[:, None] * GROUP
-    LOWER: tl.constexpr = GROUP * GROUP // 2
-    low1, high1 = tl.load(rows + lane), tl.load(rows + LOWER + lane)
-    low2, high2 = tl.load(rows + lane + HALF), tl.load(rows + LOWER + lane + HALF)
+    rows = matrix + tl.arange(0, GROUP)[:, None] * GROUP + lane
+    rotation1, rotation2 = tl.load(rows), tl.load(rows + HALF)
     column = group * GROUP + lane
     exists = column < FEATURES if FEATURES % GROUP else None
-    mean1, spread1 = rotated_tiles.channels_of(arrays, at, sequence, column, FEATURES, GROUP, X)
-    mean2, spread2 = rotated_tiles.channels_of(
-        arrays, at, sequence, column + HALF, FEATURES, GROUP, X
-    )
     x += start * FEATURES
+    tile = rotated_tiles.loaded(code, first, group, LENGTH, GROUPS, GROUP, X, TILE, STEPS)
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        low, high = rotated_tiles.levels_of(code, levels, token, live, group, GROUPS, GROUP, X)
-        x1 = rotated_tiles.rotated_back(
-            low, high, low1, high1, code, mean1, spread1, lane, token, live, group, GROUPS, GROUP, X
-        )
-        x2 = rotated_tiles.rotated_back(
-            low, high, low2, high2, code, mean2, spread2, lane + HALF, token, live, group,
-            GROUPS, GROUP, X,
-        )  # fmt: skip
+        x1 = rotated_tiles.decoded(tile, code, rotation1, group, lane, FEATURES, GROUP, X)
+        x2 = rotated_tiles.decoded(tile, code, rotation2, group, lane + HALF, FEATURES, GROUP, X)
+        # The last tile loads the first one again, which is in the cache.
+        after = first + (i + 1) % STEPS * TILE
+        tile = rotated_tiles.loaded(code, after, group, LENGTH, GROUPS, GROUP, X, TILE, STEPS)
         # The decoded numbers are rounded, as they are where they are written.
         x1 = x1.to(x.dtype.element_ty).to(tl.float32)
         x2 = x2.to(x.dtype.element_ty).to(tl.float32)

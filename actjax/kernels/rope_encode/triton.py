@@ -80,7 +80,7 @@ def actjax_rope_encode(
     results = rotated_tiles.results_at(
         (plane0, plane1, scale, offset), tl.load(layer), start, GROUPS, GROUP, CODE
     )
-    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
+    rotation = rotated_tiles.square(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
     is_first, angle = column // HALF % 2 == 0, column % HALF
@@ -103,6 +103,6 @@ def actjax_rope_encode(
         turned = tl.fma(opposite, tl.load(sin + at, mask).to(tl.float32), turned)
         tl.store(value + row + column, turned.to(value.dtype.element_ty), mask)
         rotated_tiles.write_code(
-            stored, centre, inverse, results, low_matrix, high_matrix, token, live, group, exists,
+            stored, centre, inverse, results, rotation, token, live, group, exists,
             GROUPS, GROUP, CODE,
         )  # fmt: skip

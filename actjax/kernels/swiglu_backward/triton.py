@@ -66,14 +66,12 @@ def launch(
     tokens, width, group = math.prod(dy.shape[:-1]), dy.shape[-1], gate.format.group
     groups, length = group_count(width, group), tokens // rotated.sequences(gate)
     (gate_arrays, gate_code), (up_arrays, up_code) = map(rotated.operand, (gate, up))
-    matrix, gate_levels = rotated.tables_to_decode(gate.format)
-    _, up_levels = rotated.tables_to_decode(up.format)
     results = [jax.ShapeDtypeStruct((tokens, width), gate.dtype)] * 3
     if not with_value:
         results[0] = jax.ShapeDtypeStruct((1, 1), gate.dtype)
     return Call(
         actjax_swiglu_backward,
-        [*gate_arrays, *up_arrays, matrix, gate_levels, up_levels, rows(dy)],
+        [*gate_arrays, *up_arrays, rotated.matrix_to_decode(gate.format), rows(dy)],
         results,
         lambda block: (
             tokens // length * triton.cdiv(length, block["TILE"] * block["STEPS"]) * groups,
@@ -95,8 +93,7 @@ def launch(
 @triton.jit
 def actjax_swiglu_backward(
     layer, gate0, gate1, gate_scale, gate_offset, gate_mean, gate_spread, up0, up1, up_scale,
-    up_offset, up_mean, up_spread, matrix, gate_levels, up_levels, dy, held0, held1, held2, value,
-    dgate, dup,
+    up_offset, up_mean, up_spread, matrix, dy, held0, held1, held2, value, dgate, dup,
     LENGTH: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, UP: tl.constexpr, WITH_VALUE: tl.constexpr, EXIST: tl.constexpr,
     DY_STEP: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
@@ -106,37 +103,49 @@ def actjax_swiglu_backward(
     start = sequence.to(tl.int64) * LENGTH
     gate_code = rotated_tiles.code_at(
         (gate0, gate1, gate_scale, gate_offset, gate_mean, gate_spread), tl.load(layer), start,
-        sequence, group, FEATURES, GROUPS, GROUP, GATE,
+        sequence, FEATURES, GROUPS, GROUP, GATE,
     )  # fmt: skip
     up_code = rotated_tiles.code_at(
         (up0, up1, up_scale, up_offset, up_mean, up_spread), tl.load(layer), start, sequence,
-        group, FEATURES, GROUPS, GROUP, UP,
+        FEATURES, GROUPS, GROUP, UP,
     )  # fmt: skip
     dy += tl.load(layer).to(tl.int64) * DY_STEP
-    low_matrix, high_matrix = rotated_tiles.halves_to_decode(matrix, GROUP)
-    column = (group * GROUP + tl.arange(0, GROUP))[None, :]
-    exists = column < FEATURES if FEATURES % GROUP else None
+    # Columns are taken in halves: registers do not hold both factors of all.
+    HALF: tl.constexpr = GROUP // 2
+    half = tl.arange(0, HALF)[None, :]
+    rows = matrix + tl.arange(0, GROUP)[:, None] * GROUP + half
+    rotations = tl.load(rows), tl.load(rows + HALF)
+    gate = rotated_tiles.loaded(gate_code, first, group, LENGTH, GROUPS, GROUP, GATE, TILE, STEPS)
+    up = rotated_tiles.loaded(up_code, first, group, LENGTH, GROUPS, GROUP, UP, TILE, STEPS)
     for i in range(STEPS):
         token = first + i * TILE + tl.arange(0, TILE)
         live = token < LENGTH if LENGTH % (TILE * STEPS) else None
-        mask = rotated_tiles.mask_of(live, exists)
-        place = (start * FEATURES) + (token[:, None] * FEATURES + column)
-        g = rotated_tiles.decoded(
-            gate_code, gate_levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, GATE
+        for j in tl.static_range(2):
+            lane = half + j * HALF
+            column = group * GROUP + lane
+            exists = column < FEATURES if FEATURES % GROUP else None
+            mask = rotated_tiles.mask_of(live, exists)
+            place = (start * FEATURES) + (token[:, None] * FEATURES + column)
+            cotangent = tl.load(dy + place, mask).to(tl.float32)
+            g = rotated_tiles.decoded(
+                gate, gate_code, rotations[j], group, lane, FEATURES, GROUP, GATE
+            )
+            u = rotated_tiles.decoded(up, up_code, rotations[j], group, lane, FEATURES, GROUP, UP)
+            # Rounded as in memory, so that gradients are those at the decoded activation.
+            g = g.to(dgate.dtype.element_ty).to(tl.float32)
+            u = u.to(dgate.dtype.element_ty).to(tl.float32)
+            if EXIST < FEATURES:
+                g, u = tl.where(column < EXIST, g, 0.0), tl.where(column < EXIST, u, 0.0)
+            sigmoid = rotated_tiles.sigmoid(g)
+            silu = g * sigmoid
+            if WITH_VALUE:
+                tl.store(value + place, (silu * u).to(value.dtype.element_ty), mask)
+            tl.store(dup + place, (cotangent * silu).to(dup.dtype.element_ty), mask)
+            slope = tl.fma(silu, 1.0 - sigmoid, sigmoid)
+            tl.store(dgate + place, (cotangent * u * slope).to(dgate.dtype.element_ty), mask)
+        # The last tile loads the first one again, which is in the cache.
+        after = first + (i + 1) % STEPS * TILE
+        gate = rotated_tiles.loaded(
+            gate_code, after, group, LENGTH, GROUPS, GROUP, GATE, TILE, STEPS
         )
-        u = rotated_tiles.decoded(
-            up_code, up_levels, low_matrix, high_matrix, token, live, group, GROUPS, GROUP, UP
-        )
-        # Rounded as in memory, so that gradients are those at the decoded activation.
-        g = g.to(dgate.dtype.element_ty).to(tl.float32)
-        u = u.to(dgate.dtype.element_ty).to(tl.float32)
-        if EXIST < FEATURES:
-            g, u = tl.where(column < EXIST, g, 0.0), tl.where(column < EXIST, u, 0.0)
-        cotangent = tl.load(dy + place, mask).to(tl.float32)
-        sigmoid = rotated_tiles.sigmoid(g)
-        silu = g * sigmoid
-        if WITH_VALUE:
-            tl.store(value + place, (silu * u).to(value.dtype.element_ty), mask)
-        tl.store(dup + place, (cotangent * silu).to(dup.dtype.element_ty), mask)
-        slope = tl.fma(silu, 1.0 - sigmoid, sigmoid)
-        tl.store(dgate + place, (cotangent * u * slope).to(dgate.dtype.element_ty), mask)
+        up = rotated_tiles.loaded(up_code, after, group, LENGTH, GROUPS, GROUP, UP, TILE, STEPS)

@@ -103,7 +103,7 @@ def actjax_swiglu_encode(
     up_code = rotated_tiles.results_at(
         (up0, up1, up_scale, up_offset), tl.load(layer), start, GROUPS, GROUP, UP
     )
-    low_matrix, high_matrix = rotated_tiles.halves_to_encode(matrix, GROUP)
+    rotation = rotated_tiles.square(matrix, GROUP)
     column = (group * GROUP + tl.arange(0, GROUP))[None, :]
     exists = column < FEATURES if FEATURES % GROUP else None
     centre, inverse = rotated_tiles.statistics_at(
@@ -117,7 +117,7 @@ def actjax_swiglu_encode(
         place = start * FEATURES + (token[:, None] * FEATURES + column)
         g = tl.load(gate + place, mask, None if mask is None else 0.0)
         rotated_tiles.write_code(
-            g, centre, inverse, gate_code, low_matrix, high_matrix, token, live, group, exists,
+            g, centre, inverse, gate_code, rotation, token, live, group, exists,
             GROUPS, GROUP, GATE,
         )  # fmt: skip
     centre, inverse = rotated_tiles.statistics_at(
@@ -136,6 +136,6 @@ def actjax_swiglu_encode(
             y = tl.where(column < EXIST, y, 0.0)
         tl.store(value + place, y.to(value.dtype.element_ty), mask)
         rotated_tiles.write_code(
-            u, centre, inverse, up_code, low_matrix, high_matrix, token, live, group, exists,
+            u, centre, inverse, up_code, rotation, token, live, group, exists,
             GROUPS, GROUP, UP,
         )  # fmt: skip
