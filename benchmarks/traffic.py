@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-import actjax
 from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
 from benchmarks.training_steps import ON_DEVICE, PLAIN_JAX, training_step
@@ -35,8 +34,6 @@ from train.settings.resolve import dimensions, resolve
 
 PREDICTED = ("h100", "a100_80", "rtx_4090", "l4")
 """GPUs whose time is predicted."""
-IN_TRITON = ", kernels in Triton"
-"""Follows the name of a step whose kernels are the programs in Triton, where they have one."""
 _MOST_COLUMNS = 8
 """Steps whose operators are printed beside each other."""
 
@@ -50,7 +47,7 @@ class Config:
     )
     """Model, batch and dtypes. This program sets the method."""
     only: tuple[str, ...] = ON_DEVICE
-    """Steps to compile, from `benchmarks.training_steps`; with `IN_TRITON` behind the name too."""
+    """Steps to compile, from `benchmarks.training_steps`."""
     device: str = "h100"
     """GPU to compile for, as for `train.plan`."""
     results: pathlib.Path = record.RESULTS / "traffic.json"
@@ -59,7 +56,7 @@ class Config:
         if not self.only:
             raise ValueError("`--only` names no step.")
         dimensions(self.train)  # Raises for an unknown model.
-        check_names(self.only, (*ON_DEVICE, *(f"{name}{IN_TRITON}" for name in ON_DEVICE)))
+        check_names(self.only, ON_DEVICE)
         check_known("GPU", self.device, GPUS, cutoff=0.3)
 
 
@@ -82,9 +79,7 @@ def row_of(name: str, config: Config) -> dict[str, Any]:
       operator, with the number of kernels; `least`: the least possible bytes by pass; `flops`: of
       products and attention; `kernels`: how many run; `milliseconds`: predicted, by GPU.
     """
-    step = name.removesuffix(IN_TRITON)
-    with actjax.kernels.use(None if step == name else "triton"):
-        kernels = kernels_of(_program(step, config))
+    kernels = kernels_of(_program(name, config))
     work = work_of(kernels)
     return {
         "rival": name,
@@ -92,7 +87,7 @@ def row_of(name: str, config: Config) -> dict[str, Any]:
         "flops": work.products + work.unaligned + work.attention,
         "kernels": work.kernels,
         "by_operator": _by_operator(kernels),
-        "least": _least(step, config),
+        "least": _least(name, config),
         "milliseconds": {gpu: 1e3 * predicted_seconds(work, GPUS[gpu]) for gpu in PREDICTED},
     }
 

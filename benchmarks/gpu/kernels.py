@@ -23,7 +23,7 @@ from benchmarks.kernel_cases.case import Case
 from benchmarks.kernel_check import check
 from benchmarks.timing import interleaved
 
-_LEAST_BYTES = 600_000_000
+_LEAST_BYTES = 400_000_000
 """Enough that a call takes longer than its launch and does not fit into a cache."""
 _MOST_PROCESSES = 16
 """They share the memory of the device."""
@@ -137,7 +137,7 @@ def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
 def _times(unit: Unit) -> dict[str, Any]:
     """Returns times of a kernel, of XLA's program and of a copy of as many bytes."""
     kernel, case = _find_case(unit)
-    longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
+    longer = _long(kernel, case)
     least = longer.least_bytes(kernel.reference)
     # Words: XLA's copy of bytes reaches half the bandwidth.
     source = jax.jit(lambda key: (jax.random.bits(key, (least // 8,), jnp.uint32),))
@@ -150,7 +150,12 @@ def _times(unit: Unit) -> dict[str, Any]:
     }
     if _takes_triton(unit):
         programs["triton"] = make, functools.partial(run, implementation="triton")
-    seconds = _seconds(programs)
+    key = jax.random.key(0)
+    compiled = {
+        name: (make, jax.jit(run).lower(*jax.eval_shape(make, key)).compile())
+        for name, (make, run) in programs.items()
+    }
+    seconds = _seconds(compiled)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     in_triton = "triton" in median
     return {
@@ -163,13 +168,13 @@ def _times(unit: Unit) -> dict[str, Any]:
     }
 
 
-def _seconds(programs: Mapping[str, tuple[Any, Callable[..., Any]]]) -> dict[str, list[float]]:
-    """Returns the times of functions, each with a function that makes its arguments from a key."""
-    key = jax.random.key(0)
-    compiled = {
-        name: (make, jax.jit(run).lower(*jax.eval_shape(make, key)).compile())
-        for name, (make, run) in programs.items()
-    }
+def _long(kernel: Kernel, case: Case) -> Case:
+    return case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
+
+
+def _seconds(programs: Mapping[Any, tuple[Any, Callable[..., Any]]]) -> dict[Any, list[float]]:
+    """Returns the times of programs, each with a function that makes its arguments from a key."""
+    key, compiled = jax.random.key(0), programs
     for make in {make for make, _ in compiled.values()}:
         make.lower(key).compile()
     with _alone:
@@ -180,24 +185,30 @@ def _seconds(programs: Mapping[str, tuple[Any, Callable[..., Any]]]) -> dict[str
         return interleaved(turns, rounds=7, calls=20)
 
 
-_TILES = {"TILE": (32, 64, 128), "STEPS": (2, 8), "num_warps": (4, 8), "num_stages": (1, 2)}
-_TWO_TILES = {**_TILES, "TILE": (16, 32, 64)}
-_GROUPS = {"TILE": (8, 16, 32), "num_warps": (4, 8), "num_stages": (1, 2)}
+_TILES = {"TILE": (32, 64), "STEPS": (2, 4, 8), "num_warps": (4, 8), "num_stages": (1, 2)}
+_ONE_STAGE = {**_TILES, "num_stages": (1,)}
+_ROWS = {"TILE": (8, 16, 32), "num_warps": (2, 4, 8), "num_stages": (1, 2)}
 _NUMBERS = {"NUMBERS": (1024, 2048, 4096), "num_warps": (4, 8), "num_stages": (1,)}
-_BLOCKS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
-    "quantize": ("llama_1b gate, 4 bits, normal levels, balanced, rotated", _TILES),
-    "dequantize": ("llama_1b gate, 4 bits, normal levels, balanced, rotated", _TILES),
-    "swiglu_backward": ("llama_1b, 4 bits, normal levels, balanced, rotated", _TWO_TILES),
-    "swiglu_encode": ("llama_1b, 4 bits, normal levels, balanced, rotated", _TWO_TILES),
-    "rope_encode": ("llama_1b query, 5 bits, balanced, rotated", _TILES),
-    "rope_decode": ("llama_1b query, 5 bits, balanced, rotated", _TILES),
-    "rms_norm_encode": ("llama_1b, 4 bits, normal levels, balanced, rotated", _GROUPS),
-    "rms_norm_backward": ("llama_1b, 4 bits, normal levels, balanced, rotated", _GROUPS),
-    "adam_8bit": ("llama_1b gate", _NUMBERS),
-    "adam_4bit": ("llama_1b gate", _NUMBERS),
-    "adam_4bit_maxima": ("llama_1b gate", {"num_warps": (1, 2, 4), "num_stages": (1,)}),
-}
-"""By kernel in Triton, a case, and the blocks to measure."""
+_NORMAL = "4 bits, normal levels, balanced, rotated"
+Choices = dict[str, tuple[int, ...]]
+_BLOCKS: dict[str, tuple[str, str, Choices]] = {
+    "actjax_quantize": ("quantize", f"llama_1b gate, {_NORMAL}", _TILES),
+    "actjax_dequantize": ("dequantize", f"llama_1b gate, {_NORMAL}", _ONE_STAGE),
+    "actjax_swiglu_backward": ("swiglu_backward", f"llama_1b, {_NORMAL}", _ONE_STAGE),
+    "actjax_swiglu_encode": ("swiglu_encode", f"llama_1b, {_NORMAL}", _TILES),
+    "actjax_rope_encode": ("rope_encode", "llama_1b query, 5 bits, balanced, rotated", _TILES),
+    "actjax_rope_decode": ("rope_decode", "llama_1b query, 5 bits, balanced, rotated", _ONE_STAGE),
+    "actjax_rms_norm_encode": ("rms_norm_encode", f"llama_1b, {_NORMAL}", _ROWS),
+    "actjax_rms_norm_backward": ("rms_norm_backward", "llama_1b, exact", _ROWS),
+    "actjax_rms_norm_sums": ("rms_norm_backward", f"llama_1b, {_NORMAL}", _ONE_STAGE),
+    "actjax_rms_norm_gradient": ("rms_norm_backward", f"llama_1b, {_NORMAL}", _ONE_STAGE),
+    "actjax_adam_8bit": ("adam_8bit", "llama_1b gate", _NUMBERS),
+    "actjax_adam_4bit": ("adam_4bit", "llama_1b gate", _NUMBERS),
+    "actjax_adam_4bit_maxima": (
+        "adam_4bit_maxima", "llama_1b gate", {"num_warps": (1, 2, 4), "num_stages": (1,)}
+    ),
+}  # fmt: skip
+"""By program in Triton: a kernel, its case, and the blocks to measure."""
 
 
 def time_blocks(dry: bool) -> Rows:
@@ -205,26 +216,43 @@ def time_blocks(dry: bool) -> Rows:
 
     The dry run only counts them.
     """
-    units = [
-        {"kernel": name, "case": case, "block": dict(zip(choices, block, strict=True))}
-        for name, (case, choices) in _BLOCKS.items()
-        for block in itertools.product(*choices.values())
-    ]
+    units = []
+    for program, (kernel, case, choices) in _BLOCKS.items():
+        blocks = [dict(zip(choices, x, strict=True)) for x in itertools.product(*choices.values())]
+        # A process measures a few, with one set of arguments.
+        for i in range(0, len(blocks), 6):
+            unit = {"program": program, "kernel": kernel, "case": case}
+            units.append({**unit, "blocks": blocks[i : i + 6]})
     if dry:
-        return [{"checked": f"{len(units)} blocks of {len(_BLOCKS)} kernels"}]
-    return _in_processes(_time_block, units)
+        count = sum(len(unit["blocks"]) for unit in units)
+        return [{"checked": f"{count} blocks of {len(_BLOCKS)} programs"}]
+    results = _in_processes(_time_blocks, units)
+    return [row for result in results for row in result.pop("rows", [result])]
 
 
-def _time_block(unit: Unit) -> dict[str, Any]:
+def _time_blocks(unit: Unit) -> dict[str, Any]:
     from actjax.kernels import triton_call  # It needs jax-triton.
 
     kernel, case = _find_case(unit)
-    longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
+    longer = _long(kernel, case)
+    make, least = jax.jit(longer.make), longer.least_bytes(kernel.reference)
+    programs: dict[int, Any] = {}
+    rows: Rows = []
+    for block in unit["blocks"]:
+        jax.clear_caches()  # They have programs of other blocks.
+        known = {**triton_call.known_blocks(), unit["program"]: {"8.0": block}}
+        row = {"program": unit["program"], "case": unit["case"], "block": block, "bytes": least}
+        with mock.patch.object(triton_call, "known_blocks", functools.partial(dict, known)):
+            result = attempt(_in_triton, kernel, longer)
+        if "run" in result:
+            programs[len(rows)] = make, result.pop("run")
+        rows.append(row | result)
+    for i, seconds in _seconds(programs).items():
+        rows[i] |= {"seconds": seconds, "bandwidth": least / statistics.median(seconds)}
+    return {"rows": rows}
+
+
+def _in_triton(kernel: Kernel, case: Case) -> dict[str, Any]:
+    """Returns under `run` the compiled program of a case in Triton."""
     run = functools.partial(kernel, implementation="triton", **case.options)
-    name = f"actjax_{unit['kernel']}"
-    blocks = {name: {"8.0": unit["block"]}}
-    jax.clear_caches()  # They have programs of other blocks.
-    with mock.patch.object(triton_call, "_blocks", lambda: blocks):
-        (seconds,) = _seconds({name: (jax.jit(longer.make), run)}).values()
-    least, median = longer.least_bytes(kernel.reference), statistics.median(seconds)
-    return {"bytes": least, "seconds": seconds, "bandwidth": least / median}
+    return {"run": jax.jit(run).lower(*case.shapes()).compile()}

@@ -180,7 +180,6 @@ _SAME = 0.05
 _STEPS = [
     *map(Setting, ("lean", _REMAT, "exact", "jax.checkpoint, full")),
     Setting("lean, Pallas", "lean", implementation="pallas"),
-    Setting("lean, definitions", "lean", implementation="reference"),
 ]
 
 
@@ -191,14 +190,13 @@ def triton(dry: bool) -> Rows:
 
 _ALL_METHODS = [Setting(name) for name in _METHODS]
 PARTS = (
-    Part("kernels", 150, kernels.check_kernels),
+    Part("kernels", 110, kernels.check_kernels),
     Part("steps", 90, _steps(*_STEPS, compiled=_STEPS[:1])),
     Part("profile", 75, profile),
-    Part("blocks", 110, kernels.time_blocks),
+    Part("blocks", 90, kernels.time_blocks),
     Part("triton", 130, triton),
     Part("operators", 30, kernels.check_operators),
     Part("in_place", 90, in_place),
-    Part("remat", 40, _steps(Setting("lean"), Setting(_REMAT))),
     Part("width", 40, _steps(*_WIDTHS)),
     Part("products", 110, _steps(*_PRODUCTS, compiled=_PRODUCTS[-1:], rounds=3)),
     Part("loops", 60, _steps(*_LOOPS)),
@@ -210,4 +208,4 @@ PARTS = (
     Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
 )  # fmt: skip
 """Names, seconds that they are expected to take on an H100, and functions; the memory of one of
-them is limited. Those of `kernels`, `times` and `methods` were not measured."""
+them is limited. Those of `triton`, `times` and `methods` were not measured."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import actjax
 from actjax import Quantized
 from actjax.formats.blockwise import blockwise_zeros
 from actjax.formats.code import QuantizeInputs
+from actjax.kernels import dispatch
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
@@ -119,8 +121,10 @@ def test_on_a_cpu_the_compiled_kernel_is_refused():
 # The choice.
 
 
-def test_by_default_the_device_decides():
-    # One traced program, lowered for all platforms.
+def test_by_default_the_device_decides(monkeypatch):
+    # One traced program, lowered for all platforms. Without jax-triton, that of Pallas.
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
     with gpu_named():
         traced = jax.jit(lambda args: all_kernels(None, args)).trace(ARGUMENTS)
         for platform, count in {"cpu": 0, "cuda": len(KERNELS), "tpu": 0}.items():
