@@ -1,4 +1,4 @@
-"""Measurements on a GPU, in a queue; needs only JAX, flax, optax, safetensors and tyro.
+"""Measurements on a GPU, in a queue; needs no grain and no TensorFlow.
 
 `python -m benchmarks.gpu --queue` measures, in ten minutes, what is missing in `--results`: each
 part in its own process, within a time limit, written when it is done and skipped the next time.

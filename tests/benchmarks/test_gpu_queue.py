@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 
@@ -102,6 +103,25 @@ def test_a_part_is_written_with_the_machine_or_its_error(tmp_path):
     assert {"commit", "device", "versions"} <= set(written["environment"])
     queue.run_part(queue.Part("p", 1, lambda dry: 1 // 0), path, True)
     assert json.loads(path.read_text())["failure"].startswith("ZeroDivisionError: ")
+
+
+WITHOUT = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("grain", "tensorflow", "tensorboardX", "jax_triton"):
+            raise ModuleNotFoundError(f"no {name}")
+
+sys.meta_path.insert(0, Blocked())
+import benchmarks.gpu.__main__
+"""
+
+
+@pytest.mark.slow  # 4 s: a process of its own.
+def test_a_machine_with_a_gpu_needs_few_packages():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_dry_run_has_a_line_for_each_part(capsys):
