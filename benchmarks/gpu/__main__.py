@@ -2,9 +2,10 @@
 
 `python -m benchmarks.gpu --queue` measures, in ten minutes, what is missing in `--results`: each
 part in its own process, within a time limit, written when it is done and skipped the next time.
-First come questions that nobody has measured, then checks of every kernel against its definition,
-and times of kernels and methods. `--queue --dry-run` needs no GPU: it compiles the steps for an
-H100 (extra `compile`), interprets kernels on small shapes, and profiles a small model.
+First come checks of every kernel in Triton against its definition, steps and a profile, then blocks
+of programs, times of kernels, and questions that were measured once. `--queue --dry-run` needs no
+GPU: it compiles the steps for an H100 (extra `compile`), interprets kernels on small shapes, and
+profiles a small model.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The parts of the queue for a GPU, in their order.
 
-The first answer questions that nobody has measured. The last repeat what was measured before, for
-another version of JAX, another GPU or changed kernels.
+The first are for changed kernels: do they agree, and what do steps gain. The last repeat what was
+measured before, for another version of JAX or another GPU.
 """
 
 import dataclasses
