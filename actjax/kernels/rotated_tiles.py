@@ -30,8 +30,8 @@ def place_of_program(
     PROGRAMS: tl.constexpr = (LENGTH + TILE * STEPS - 1) // (TILE * STEPS)
     group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     first = program % PROGRAMS * (TILE * STEPS)
-    # Places in a sequence of more than 2^31 numbers; groups have up to 256 of them.
-    if LENGTH * GROUPS * 256 >= 2**31:
+    # Places in a sequence of more than 2^31 numbers; groups have up to 128 of them.
+    if LENGTH * GROUPS * 128 >= 2**31:
         first = first.to(tl.int64)
     return group, program // PROGRAMS, first
 

@@ -147,6 +147,20 @@ def tail(function, *shapes, has_first=False):
 
 
 @needs_triton
+def test_a_group_whose_matrix_no_small_gpu_holds_keeps_its_default():
+    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    for group, reason in (
+        (128, None),
+        (256, "takes groups of (32, 64, 128) features, got group=256"),
+    ):
+        codec = actjax.Quantized(4, group=group, balance=True, rotate=True, levels="normal")
+        inputs = QuantizeInputs(x)
+        format = codec.format_of(256)
+        refusal = KERNELS["quantize"].kernel.refusal("triton", (inputs,), {"format": format})
+        assert refusal == reason
+
+
+@needs_triton
 def test_chains_that_a_program_cannot_take_are_named():
     from actjax.kernels.triton_tail import refuses
 
