@@ -227,10 +227,11 @@ def loaded(
     code, first, group, LENGTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     CODE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of a code, from a token on, has in memory: bytes of planes, scales and offsets.
+    """The bytes, scales and offsets of a tile of a code that begins at the token `first`.
 
-    Programs load a tile while they compute the one before it. Where a code has one plane, or no
-    offsets, others stand in their place, so that all tuples are alike.
+    Programs load the next tile before they compute the current one. A code with one plane repeats
+    it, and a code without offsets repeats its scales, because Triton carries tuples of one form
+    through a loop.
     """
     token = first + tl.arange(0, TILE)
     live = token < LENGTH if LENGTH % (TILE * STEPS) else None
@@ -328,8 +329,8 @@ def _as_float16(code):
 def levels_of_bytes(code, LOOKUP: tl.constexpr):
     """The levels of the low and of the high four bits of bytes, float16.
 
-    `LOOKUP` is from `rotated.lookup_of_levels`. A table in memory would need a layout of its own,
-    where the codes of a thread are in 32 rows.
+    `LOOKUP` is from `rotated.lookup_of_levels`. Triton gives a load from a table another layout,
+    with one row for each thread of a warp, so every code would move through shared memory.
     """
     return tl.inline_asm_elementwise(
         LOOKUP, "=r,=r,=r,=r,r", [code], dtype=(tl.float16, tl.float16), is_pure=True, pack=4

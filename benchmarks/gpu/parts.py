@@ -5,6 +5,7 @@ measured before, for another version of JAX or another GPU.
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 import tempfile
@@ -196,16 +197,18 @@ PARTS = (
     Part("blocks", 90, kernels.time_blocks),
     Part("triton", 130, triton),
     Part("operators", 30, kernels.check_operators),
-    Part("in_place", 90, in_place),
     Part("width", 40, _steps(*_WIDTHS)),
+    Part("in_place", 90, in_place),
     Part("products", 110, _steps(*_PRODUCTS, compiled=_PRODUCTS[-1:], rounds=3)),
     Part("loops", 60, _steps(*_LOOPS)),
     Part("micro_batches", 80,
          _steps(*_MICRO_BATCHES, compiled=_MICRO_BATCHES[-2:], rounds=2, calls=1)),
     Part("llama3_8b", 90, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
     Part("host_states", 60, _steps(Setting("lean"), Setting(_ON_HOST))),
+    Part("other_kernels", 130, functools.partial(kernels.check_kernels, in_triton=False)),
     Part("times", 400, kernels.time_kernels),
     Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
 )  # fmt: skip
 """Names, seconds that they are expected to take on an H100, and functions; the memory of one of
-them is limited. Those of `triton`, `times` and `methods` were not measured."""
+them is limited. Those of `triton`, `other_kernels`, `times` and `methods` were not
+measured."""

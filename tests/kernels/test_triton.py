@@ -1,5 +1,6 @@
 """Tests of the kernels that are written in Triton: interpreted, assembled, and chosen."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -147,17 +148,19 @@ def tail(function, *shapes, has_first=False):
 
 
 @needs_triton
-def test_a_group_whose_matrix_no_small_gpu_holds_keeps_its_default():
-    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
-    for group, reason in (
-        (128, None),
-        (256, "takes groups of (32, 64, 128) features, got group=256"),
-    ):
-        codec = actjax.Quantized(4, group=group, balance=True, rotate=True, levels="normal")
-        inputs = QuantizeInputs(x)
-        format = codec.format_of(256)
-        refusal = KERNELS["quantize"].kernel.refusal("triton", (inputs,), {"format": format})
-        assert refusal == reason
+def test_programs_in_triton_are_the_default_and_take_groups_that_small_gpus_hold(monkeypatch):
+    kernel, inputs = KERNELS["quantize"].kernel, QuantizeInputs(jnp.ones((16, 256), jnp.bfloat16))
+
+    def chosen(group):
+        options = {"format": dataclasses.replace(ROTATED, group=group).format_of(256)}
+        default = kernel._default("cuda", (inputs,), options)
+        return default, kernel.refusal("triton", (inputs,), options)
+
+    assert chosen(128) == ("triton", None)
+    assert chosen(256) == ("pallas", "takes groups of (32, 64, 128) features, got group=256")
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
+    assert chosen(128)[0] == "pallas"
 
 
 @needs_triton

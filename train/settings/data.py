@@ -102,8 +102,7 @@ class ExampleConfig:
     """Also learn prompts and, in a chat, messages of other roles. By default the loss counts
     completions and messages of the assistant."""
     long: Literal["cut", "drop"] = "cut"
-    """What happens to examples longer than a sequence: cut removes their end, drop removes
-    them."""
+    """Examples longer than a sequence: cut removes their end, drop removes them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
