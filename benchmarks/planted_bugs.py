@@ -164,6 +164,8 @@ def _failing(
       RuntimeError: pytest does not find the tests or does not run.
     """
     options = ["-q", "-n0", "-rfE", "--tb=short", "-p", "no:cacheprovider", *["-x"] * stop]
+    if all("::" in test for test in tests):
+        options += ["-m", "slow or not slow"]  # A test that is named runs.
     environment = os.environ | {
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",

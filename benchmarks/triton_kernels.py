@@ -1,10 +1,10 @@
-"""Kernels written in Triton and those of Pallas, as the assembler for GPUs reports them.
+"""Kernels as the assembler for GPUs reports them.
 
-`python -m benchmarks.triton_kernels` compiles both, at the shapes of real models, and prints for
+`python -m benchmarks.triton_kernels` compiles them at the shapes of real models, and prints for
 each GPU: registers, spilled bytes, shared memory, the instructions of a program for each number,
 those among them that compare, select and shift, and the share of the bandwidth of an H100 that they
-allow. Instructions in a loop count as often as it
-runs, and those that a branch jumps over not at all: they are for numbers that never occur.
+would allow if nothing waited. Instructions in a loop count as often as it runs, and those that a
+branch jumps over not at all: they are for numbers that never occur.
 No GPU is needed: `pip install -e '.[programs,compile]'`. `benchmarks.gpu` measures times.
 """
 
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from benchmarks import command, record
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
-from benchmarks.kernels import dumped, ptx_of, resources
 from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
 
@@ -93,9 +92,6 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "numbers": tokens * features,
             }
             launches, made = _launches(kernel, case), []
-            if kernel.pallas is not None:
-                pallas = {"program": "pallas", "capability": "9.0"}
-                made = [pallas | _pallas(kernel, case, common["numbers"])]
             for capability in config.capabilities:
                 assembled = [_assembled(x, capability, common["numbers"]) for x in launches]
                 made.append(_together(assembled))
@@ -173,19 +169,6 @@ def _assembled(launch: tuple[Any, list[Any]], capability: str, numbers: int) -> 
             "shared": compiled.metadata.shared,
             **_instructions(cubin, threads, numbers, steps),
         }
-
-
-def _pallas(kernel: Any, case: Case, numbers: int) -> dict[str, Any]:
-    run = functools.partial(kernel, implementation="pallas", **case.options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder)
-        dumped(run, case.shapes(), "h100", folder)
-        reported, cubin = resources(path, (9, 0)), path / "program.cubin"
-        _run("ptxas", "-arch=sm_90a", str(ptx_of(path)), "-o", str(cubin))
-        threads = reported["threads"] * reported["programs"]
-        # The only loops are over the rows of a program.
-        steps = -(-case.make.keywords["tokens"] // reported["programs"])
-        return {"shared": reported["shared"], **_instructions(cubin, threads, numbers, steps)}
 
 
 def _instructions(

@@ -150,8 +150,3 @@ def joined(groups: jax.Array, features: int | None = None) -> jax.Array:
     """Returns [..., groups, group] as [..., d], the inverse of `grouped`; None for all numbers."""
     *lead, count, size = groups.shape
     return groups.reshape(*lead, count * size)[..., :features]
-
-
-def noise_words(features: int, group: int) -> int:
-    """Returns the random words of a token: for each group, half its features, rounded up."""
-    return group_count(features, group) * -(-group // 2)

@@ -59,8 +59,3 @@ def hadamard(size: int) -> np.ndarray:
 def signs_of(features: int) -> np.ndarray:
     """Returns `features` fixed random signs, the same in every process."""
     return np.random.Generator(np.random.PCG64(features)).choice([-1.0, 1.0], features)
-
-
-def signs_row(group: int) -> jax.Array:
-    """Returns the signs of a group, float32 [1, group]."""
-    return jnp.asarray(signs_of(group)[None], jnp.float32)

@@ -1,7 +1,7 @@
 """Kernels: functions in one pass over memory, for which XLA needs several.
 
 A kernel is a folder: `api.py`, the function to call; `reference.py`, its definition in plain JAX;
-`triton.py`, `pallas.py` and `mosaic.py`, the programs. Arguments of real models are in
+`triton.py` and `mosaic.py`, the programs. Arguments of real models are in
 `benchmarks/kernel_cases`.
 """
 

@@ -18,32 +18,26 @@ from actjax.kernels import primitive
 from actjax.kernels.layers import values_of
 from actjax.kernels.tail import Tail
 
-Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton"]
-"""`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
-`interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests; `mosaic`
-is compiled by Mosaic for a TPU, and elsewhere run slowly; `triton` is written in Triton itself,
-for an NVIDIA GPU, and needs jax-triton. JAX 0.11 announced the end of the backend of `pallas`."""
+Implementation = Literal["reference", "mosaic", "triton"]
+"""`reference` is plain JAX, fused by XLA; `mosaic` is compiled by Mosaic for a TPU, and elsewhere
+run slowly; `triton` is written in Triton for an NVIDIA GPU, and needs jax-triton."""
 
 _BACKENDS = {
-    "pallas": ("jax.experimental.pallas.triton", f"which JAX {jax.__version__} does not have"),
     "mosaic": ("jax.experimental.pallas.tpu", f"which JAX {jax.__version__} does not have"),
     "triton": ("jax_triton", "which is not installed (`pip install 'actjax[gpu]'`)"),
 }
-_BACKENDS["interpreted"] = _BACKENDS["pallas"]
 """The module that each implementation needs, and why it may be missing. JAX may remove one."""
 
-_DEFAULTS: dict[str | None, tuple[Implementation, ...]] = {
-    "cuda": ("triton", "pallas"),
-    "tpu": ("mosaic",),
+_DEFAULTS: dict[str | None, Implementation] = {
+    "cuda": "triton",
+    "tpu": "mosaic",
 }
-"""The implementations of each platform, the first that can take the arguments. On an H200 a step of
-`lean` takes 0.93 of the time with Triton that it takes with Pallas (`gpu_queue.json`), whose
-backend JAX will remove."""
+"""The implementation of each platform."""
 
 
 def _lacks(implementation: Implementation) -> str | None:
     """Returns why the backend of an implementation cannot be used; None if it can."""
-    if implementation in ("pallas", "triton") and is_before_ampere():
+    if implementation == "triton" and is_before_ampere():
         return "needs an NVIDIA GPU from Ampere on (compute capability 8.0), as Triton does"
     return _missing(implementation)
 
@@ -65,10 +59,9 @@ def _missing(implementation: Implementation) -> str | None:
 
 @functools.cache  # One line in each process.
 def _tell_that_definitions_run(platform: str) -> None:
-    reasons = "; ".join(filter(None, map(_lacks, _DEFAULTS[platform])))
     warnings.warn(
         f"On {platform} some kernels of actjax are their definitions in plain JAX, since a program"
-        f" for it {reasons}.",
+        f" for it {_lacks(_DEFAULTS[platform])}.",
         stacklevel=2,
     )
 
@@ -90,17 +83,15 @@ def use(implementation: Implementation | None) -> Iterator[None]:
 
     It applies to functions that this thread traces within the context. A function that `jax.jit`
     has compiled before is compiled again. A kernel that cannot take its arguments falls back to the
-    reference, and from `triton`, which takes fewer formats, to the default; an implementation that
-    is passed to a call raises instead. On a CPU, kernels of GPUs fall back to the reference, but
-    for `pallas` in a function that `jax.jit` compiles, where JAX raises an error.
+    reference; an implementation that is passed to a call raises instead. On a CPU, kernels of GPUs
+    are the reference.
 
     Args:
       implementation: one of `Implementation`; None for the best one that applies, the default.
 
     Raises:
       ValueError: an unknown name, or an implementation whose backend is missing: "triton" without
-        jax-triton, "pallas" and "interpreted" if JAX has no Pallas for Triton, or "pallas" and
-        "triton" on a GPU older than Ampere.
+        jax-triton or on a GPU older than Ampere.
     """
     _check(implementation)
     if implementation is not None and (reason := _lacks(implementation)):
@@ -134,10 +125,9 @@ class Kernel:
       reference: the definition.
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
-      pallas: the program in Pallas for NVIDIA GPUs; None if there is none.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
       triton: the program in Triton for NVIDIA GPUs, without the argument `interpret`; None if there
-        is none. It goes before `pallas`. `jax.vmap` runs it once for each entry of the mapped axis.
+        is none. `jax.vmap` runs it once for each entry of the mapped axis.
       converts: whether the first argument is converted to float32, so that one of 16 bits can take
         the place of the same numbers in float32. With `reads_layers` it may be a `Scaled`.
       addend: the number of an argument that may be an array instead of None, which is then added
@@ -146,15 +136,14 @@ class Kernel:
       writes_layers: as for `primitive.Computation`; "results" if they have the argument `into`.
       parts: `parts(compute, *args, into, **options)` computes the function by other kernels, where
         no program takes the arguments; `compute` is a `Compute`. None for the definition.
-      takes_tail: whether `pallas` and `triton` have the argument `tail`, a `Tail` behind the first
-        result, and then return what `Tail.on_arrays` returns in the place of this result. A module
-        of `triton` has `refuses_tail`, as `refuses`.
+      takes_tail: whether `triton` has the argument `tail`, a `Tail` behind the first result, and
+        then returns what `Tail.on_arrays` returns in the place of this result. Its module has
+        `refuses_tail`, as `refuses`.
     """
 
     name: str
     reference: Callable[..., Any]
     dims: Callable[..., tuple[tuple, Any] | None]
-    pallas: str | None = None
     mosaic: str | None = None
     triton: str | None = None
     addend: tuple[int, int] | None = None
@@ -203,9 +192,8 @@ class Kernel:
         if asked is None or asked == "reference":
             return asked
         reason = self.refusal(asked, args, options)
-        if asked in ("pallas", "triton") and _is_now_on_a_cpu(args):
-            cpu = "is compiled for NVIDIA GPUs, and this runs on a CPU, as 'interpreted' can"
-            reason = reason or cpu
+        if asked == "triton" and _is_now_on_a_cpu(args):
+            reason = reason or "is compiled for NVIDIA GPUs, and this runs on a CPU"
         elif self.parts is not None and passed is None:
             return asked  # Its parts may have such a program.
         if reason is None:
@@ -214,8 +202,7 @@ class Kernel:
             raise ValueError(
                 f"`implementation` {passed!r} of {self.name} {reason}: use 'reference'."
             )
-        # Arguments that a program in Triton refuses keep their default.
-        return None if asked == "triton" else "reference"
+        return "reference"
 
     def refusal(
         self, implementation: Implementation, args: tuple, options: dict[str, Any]
@@ -250,7 +237,7 @@ class Kernel:
         if chosen is None:
             chosen = self._default(platform, args, dict(static))
         module = self._module(chosen)
-        by_layer = chosen in ("pallas", "interpreted", "triton")
+        by_layer = chosen == "triton"
         if tail is not None and not (by_layer and self._takes(tail, chosen)):
             first, *others = self.compute(platform, chosen, static, *args)
             return tail.on_arrays(first), *others
@@ -267,16 +254,14 @@ class Kernel:
                 lambda args, arrays: program(*args, **arrays, **dict(static))
             )
             return one(args, arrays)
-        interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
-        return primitive.traced_once(program, (("interpret", interpret), *static), *args, **arrays)
+        interpret = ("interpret", platform != "tpu")
+        return primitive.traced_once(program, (interpret, *static), *args, **arrays)
 
     def _takes(self, tail: Tail, implementation: Implementation) -> bool:
         """Returns whether a program for GPUs takes a tail."""
         module = self._module(implementation)
         if not self.takes_tail or module is None:
             return False
-        if implementation != "triton":
-            return True
         return importlib.import_module(module).refuses_tail(tail) is None
 
     def _is_whole(
@@ -289,34 +274,26 @@ class Kernel:
         """Returns whether the definition or a program computes all of a kernel with `parts`."""
         if chosen == "reference":
             return True
-        programs: list[Implementation] = (
-            [chosen]
-            if chosen is not None
-            else [x for x in _DEFAULTS.get(platform, ()) if not _lacks(x)]
-        )
-        if not programs or (programs[0] == "triton" and platform != "cuda"):
+        program = chosen or _DEFAULTS.get(platform)
+        if program is None or (program == "triton" and platform != "cuda"):
             return False
-        return self.refusal(programs[0], args, options) is None
+        return self.refusal(program, args, options) is None
 
     def _module(self, implementation: Implementation) -> str | None:
         """Returns the module of the program of an implementation; None if there is none."""
-        name = "pallas" if implementation == "interpreted" else implementation
-        return None if name == "reference" else getattr(self, name)
+        return None if implementation == "reference" else getattr(self, implementation)
 
     def _default(
         self, platform: str | None, args: tuple, options: dict[str, Any]
     ) -> Implementation:
         """Returns the implementation for a platform."""
-        programs: list[Implementation] = [
-            x for x in _DEFAULTS.get(platform, ()) if self._module(x) is not None
-        ]
-        for program in programs:
-            if not self.refusal(program, args, options):
-                return program
-        # Another backend does not stand in for one that is missing with all its programs.
-        if platform is not None and programs and _lacks(programs[0]):
+        program = _DEFAULTS.get(platform)
+        if program is None or self._module(program) is None:
+            return "reference"
+        if platform is not None and _lacks(program):
             _tell_that_definitions_run(platform)
-        return "reference"
+            return "reference"
+        return "reference" if self.refusal(program, args, options) else program
 
 
 def _compute_part(
@@ -338,7 +315,7 @@ def _compute_part(
       **options: its options.
     """
     if chosen is not None and kernel.refusal(chosen, args, options) is not None:
-        chosen = None if chosen == "triton" else "reference"
+        chosen = "reference"
     return kernel.compute(platform, chosen, tuple(sorted(options.items())), *args, into=into)
 
 

@@ -7,7 +7,6 @@ calls share one function of the lowered program.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -360,10 +359,7 @@ def _batched(
 
 
 def _lowered(platform: str | None, ctx: mlir.LoweringRuleContext, *values: Any, call: _Call) -> Any:
-    with warnings.catch_warnings():
-        # JAX will remove this backend; `actjax.kernels.dispatch` does not need it.
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return mlir.lower_fun(call.on(platform), multiple_results=True)(ctx, *values)
+    return mlir.lower_fun(call.on(platform), multiple_results=True)(ctx, *values)
 
 
 ad.primitive_jvps[_kernel] = _jvp

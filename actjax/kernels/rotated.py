@@ -38,7 +38,7 @@ def refuses_to_encode(inputs: fmt.QuantizeInputs, format: fmt.Format) -> str | N
     """Returns why the programs cannot encode an activation; None if they can."""
     if inputs.channels is not None:
         return "takes no outlier channels"
-    return refuses(format) or limits.refuses([format], inputs.x.dtype, inputs.x.shape)
+    return refuses(format) or limits.refuses_array(inputs.x.dtype, inputs.x.shape)
 
 
 @functools.cache

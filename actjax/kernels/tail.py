@@ -6,12 +6,11 @@ follow as a `Tail`, so that nothing in between is written to memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from actjax._math.squares import in_parts
@@ -27,8 +26,6 @@ OPERATIONS = {
 """Names of operations that compute each number of the result from one number of each operand, and
 that Triton has."""
 
-_OF_32_BITS = {"div", "erf_inv", "expm1", "integer_pow", "log1p", "logistic", "pow", "tanh"}
-"""Operations that Triton lacks for floating point numbers of 16 bits."""
 _OF_BOOLS = {"and", "convert_element_type", "eq", "ne", "not", "or", "select_n", "xor"}
 """Operations that Triton has for bools."""
 DTYPES = {
@@ -119,25 +116,9 @@ class Elementwise:
                 kept = jnp.broadcast_to((row < rows) & (column < columns), shape)
                 values[result] = jnp.where(kept, value(existing), value(fill))
             else:
-                values[result] = _computed(eqn, [value(x, whole) for x in eqn.invars])
+                arguments = [value(x, whole) for x in eqn.invars]
+                values[result] = eqn.primitive.bind(*arguments, **eqn.params)
         return [value(x) for x in self.outputs]
-
-
-def _computed(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> Any:
-    """Returns the result of an operation, as XLA computes it.
-
-    Triton's minimum of nan and a number is the number.
-    """
-    output: Any = eqn.outvars[0]
-    name, dtype = eqn.primitive.name, output.aval.dtype
-    is_floating = jnp.issubdtype(dtype, jnp.floating)
-    if name in _OF_32_BITS and is_floating and dtype.itemsize == 2:
-        arguments = [x.astype(jnp.float32) if x.dtype == dtype else x for x in arguments]
-    result = eqn.primitive.bind(*arguments, **eqn.params)
-    if name in ("clamp", "max", "min") and is_floating:
-        for x in arguments:
-            result = jnp.where(jnp.isnan(x), x, result)
-    return result.astype(dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -173,24 +154,16 @@ class Tail:
         sums = (n * jnp.sum(jnp.square(x[::n].astype(jnp.float32))) for x, n in squared)
         return outputs[:count], [in_parts(x[None]) for x in sums]
 
-    def operands(self, form: Callable[[Any], Any]) -> list[Any]:
-        """Returns the operands of a kernel for `OnBlocks`, with matrices in some form."""
-        return [*map(form, self.matrices), *(value_of(x).reshape(-1) for x in self.scalars)]
-
-    def results(
-        self, matrices: Sequence[Any], programs: int, lead: tuple[int, ...] = ()
-    ) -> list[Result]:
+    def results(self, matrices: Sequence[Any], programs: int) -> list[Result]:
         """Returns the results of a kernel: the outputs, and sums of squares of each program.
 
         Args:
           matrices: the operands that are matrices.
           programs: number of programs of the kernel.
-          lead: axes that a matrix has before its own two.
         """
         outputs: list[Result] = []
         for i, like in zip(self.program.replaced, self.program.shapes, strict=True):
-            new = jax.ShapeDtypeStruct((*lead, *like.shape), like.dtype)
-            outputs.append(new if i is None else result_like(matrices[i]))
+            outputs.append(like if i is None else result_like(matrices[i]))
         sums = [jax.ShapeDtypeStruct((programs, 1), jnp.float32) for _ in self.program.strides]
         return [*outputs, *sums]
 
@@ -200,65 +173,3 @@ class Tail:
         sums = zip(results[count:], self.program.strides, strict=True)
         outputs = [x.reshape(*self.program.shape) for x in results[:count]]
         return outputs, [stride * in_parts(x.reshape(-1)) for x, stride in sums]
-
-
-@dataclasses.dataclass
-class OnBlocks:
-    """A `Tail` within a kernel, which runs on one block of numbers after the other.
-
-    Attributes:
-      tail: the tail.
-      operands: references to its operands.
-      results: references to its results.
-    """
-
-    tail: Tail
-    operands: Sequence[Any]
-    results: Sequence[Any]
-
-    def __post_init__(self) -> None:
-        """Begins with sums of zero."""
-        self._sums: list[Any] = [np.float32(0) for _ in self.tail.program.strides]
-
-    def run(
-        self,
-        first: Any,
-        row: Any,
-        column: Any,
-        mask: Any,
-        load: Callable[[Any], jax.Array],
-        store: Callable[[Any, jax.Array], None],
-    ) -> None:
-        """Runs on one block.
-
-        Args:
-          first: numbers of the result of the kernel; None for none.
-          row: their rows.
-          column: their columns.
-          mask: which of them exist; None for all.
-          load: returns the numbers at these places of an operand.
-          store: writes them to a result.
-        """
-        program, count = self.tail.program, len(self.tail.program.replaced)
-        firsts = [first] if program.has_first else []
-        scalars = zip(self.operands[program.matrices :], program.positions, strict=True)
-        scalars = [x[i] for x, i in scalars]
-        inputs = [*firsts, *map(load, self.operands[: program.matrices]), *scalars]
-        outputs = program.run(inputs, row, column)
-        for ref, x in zip(self.results[:count], outputs[:count], strict=True):
-            store(ref, x)
-        for i, stride in enumerate(program.strides):
-            square = jnp.square(outputs[count + i].astype(jnp.float32))
-            is_read = jnp.broadcast_to(row % stride == 0, square.shape)
-            is_read = is_read if mask is None else is_read & mask
-            self._sums[i] += jnp.sum(jnp.where(is_read, square, np.float32(0)), keepdims=True)
-
-    def finish(self, store: Callable[[Any, Any], None]) -> None:
-        """Writes the sums, after the last block.
-
-        Args:
-          store: writes a sum, [1, 1, 1], to a result.
-        """
-        refs = self.results[len(self.tail.program.replaced) :]
-        for ref, total in zip(refs, self._sums, strict=True):
-            store(ref, total)

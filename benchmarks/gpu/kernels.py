@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Kernel
 from benchmarks import operator_check
 from benchmarks.gpu.steps import Rows, attempt
 from benchmarks.kernel_cases import KERNELS
@@ -46,42 +46,39 @@ def _find_case(unit: Unit) -> tuple[Kernel, Case]:
     return kernel, next(case for case in cases if case.name == unit["case"])
 
 
-def _takes_triton(unit: Unit) -> bool:
-    """Returns whether a program in Triton can run a case."""
-    kernel, case = _find_case(unit)
-    return kernel.refusal("triton", case.shapes(), dict(case.options)) is None
+def _lowered(units: list[Unit]) -> Rows:
+    """Lowers the first case of each kernel, which compiles its program."""
+    firsts = _first_cases(units)
+    for kernel, case in map(_find_case, firsts):
+        run = functools.partial(kernel, implementation="triton", **case.options)
+        jax.jit(run).trace(*case.shapes()).lower(lowering_platforms=("cuda",))
+    return [{"checked": f"lowered {', '.join(unit['kernel'] for unit in firsts)}"}]
 
 
-def _usual(kernel: Kernel, implementation: Implementation) -> Implementation | None:
-    """Returns the implementation to ask a kernel for; None if its parts have it, not the whole."""
-    return None if kernel.pallas is None else implementation
-
-
-def check_kernels(dry: bool, *, in_triton: bool = True) -> Rows:
-    """Compares kernels with their definitions; the dry run one small case of each.
-
-    Args:
-      dry: as for all parts.
-      in_triton: the cases that programs in Triton take; the others if false.
-    """
+def check_kernels(dry: bool) -> Rows:
+    """Compares kernels with their definitions; the dry run lowers one small case of each."""
     if dry:
-        return _checked(_check_kernel, _first_cases(case_units(small=True)), dry)
-    units = [x for x in case_units() if _takes_triton(x) == in_triton]
-    return _checked(_check_kernel, units, dry)
+        return _lowered(case_units(small=True))
+    return _checked(_check_kernel, case_units())
 
 
 def check_operators(dry: bool) -> Rows:
-    """Compares gradients of operators in bfloat16 with those in float64; the dry run of one."""
+    """Compares gradients of operators in bfloat16 with those in float64; the dry run of one.
+
+    Raises:
+      RuntimeError: that of a dry run differs.
+    """
     units = [{"operator": name} for name in operator_check.CASES]
-    return _checked(_check_operator, units[: 1 if dry else None], dry)
+    if not dry:
+        return _checked(_check_operator, units)
+    row = _check_operator(units[0])
+    if not row["ok"]:
+        raise RuntimeError(f"a check failed: {row}")
+    return [{"checked": f"{units[0]['operator']} agrees"}]
 
 
-def _checked(run: Callable[[Unit], Any], units: list[Unit], dry: bool) -> Rows:
-    """Returns a row for each unit, from several processes on a GPU; a dry run raises an error."""
-    if dry:
-        if bad := [row for row in (run(unit) for unit in units) if not row["ok"]]:
-            raise RuntimeError(f"{len(bad)} checks failed: {bad}")
-        return [{"checked": f"{', '.join(next(iter(unit.values())) for unit in units)} agree"}]
+def _checked(run: Callable[[Unit], Any], units: list[Unit]) -> Rows:
+    """Returns a row for each unit, from several processes."""
     return [{"ok": False, **row} for row in _in_processes(run, units)]
 
 
@@ -106,38 +103,19 @@ def _share(lock: Any) -> None:
 
 
 def _check_kernel(unit: Unit) -> dict[str, Any]:
-    seed, on_gpu = secrets.randbits(31), jax.default_backend() == "gpu"
-    kernel, case = _find_case(unit)
-    if on_gpu and _takes_triton(unit):
-        return {"program": "triton", "seed": seed, **check(kernel, case, seed, "triton")}
-    program = _usual(kernel, "pallas" if on_gpu else "interpreted")
-    return {"program": program, "seed": seed, **check(kernel, case, seed, program)}
+    seed, (kernel, case) = secrets.randbits(31), _find_case(unit)
+    return {"seed": seed, **check(kernel, case, seed, "triton")}
 
 
 def _check_operator(unit: Unit) -> dict[str, Any]:
     seed, case = secrets.randbits(31), operator_check.CASES[unit["operator"]]
-    implementation = None if jax.default_backend() == "gpu" else "interpreted"
-    return {"seed": seed, **operator_check.check(case, seed, implementation)}
+    return {"seed": seed, **operator_check.check(case, seed)}
 
 
-def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
-    """Times large cases; the dry run lowers the first of each kernel.
-
-    Raises:
-      RuntimeError: no case has one that can run here.
-    """
-    units = [x for x in case_units(small=False) if not in_triton or _takes_triton(x)]
-    if not units:
-        raise RuntimeError("no program in Triton can run: is jax-triton installed?")
-    if not dry:
-        return _in_processes(_times, units)
-    firsts = _first_cases(units)
-    for kernel, case in map(_find_case, firsts):
-        asked = "triton" if in_triton else _usual(kernel, "pallas")
-        run = functools.partial(kernel, implementation=asked, **case.options)
-        # That compiles programs in Triton; XLA compiles the others later.
-        jax.jit(run).trace(*case.shapes()).lower(lowering_platforms=("cuda",))
-    return [{"checked": f"lowered {', '.join(unit['kernel'] for unit in firsts)}"}]
+def time_kernels(dry: bool) -> Rows:
+    """Times large cases; the dry run lowers the first of each kernel."""
+    units = case_units(small=False)
+    return _lowered(units) if dry else _in_processes(_times, units)
 
 
 def _times(unit: Unit) -> dict[str, Any]:
@@ -150,12 +128,10 @@ def _times(unit: Unit) -> dict[str, Any]:
     make = jax.jit(longer.make)
     run = functools.partial(kernel, **case.options)
     programs: dict[str, tuple[Any, Callable[..., Any]]] = {
-        "kernel": (make, functools.partial(run, implementation=_usual(kernel, "pallas"))),
+        "kernel": (make, functools.partial(run, implementation="triton")),
         "xla": (make, functools.partial(kernel.reference, **case.options)),
         "copy": (source, lambda x: x ^ 1),
     }
-    if _takes_triton(unit):
-        programs["triton"] = make, functools.partial(run, implementation="triton")
     key = jax.random.key(0)
     compiled = {
         name: (make, jax.jit(run).lower(*jax.eval_shape(make, key)).compile())
@@ -163,15 +139,12 @@ def _times(unit: Unit) -> dict[str, Any]:
     }
     seconds = _seconds(compiled)
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    # What a step runs: Triton's program where there is one.
-    runs = median.get("triton", median["kernel"])
     return {
         "bytes": least,
         "seconds": seconds,
-        "bandwidth": least / runs,
-        "share_of_copy": median["copy"] / runs,
-        "of_xla": runs / median["xla"],
-        "of_pallas": runs / median["kernel"],
+        "bandwidth": least / median["kernel"],
+        "share_of_copy": median["copy"] / median["kernel"],
+        "of_xla": median["kernel"] / median["xla"],
     }
 
 

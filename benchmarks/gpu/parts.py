@@ -5,7 +5,6 @@ measured before, for another version of JAX or another GPU.
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 import tempfile
@@ -180,13 +179,8 @@ _SAME = 0.05
 
 _STEPS = [
     *map(Setting, ("lean", _REMAT, "exact", "jax.checkpoint, full")),
-    Setting("lean, Pallas", "lean", implementation="pallas"),
+    Setting("lean, definitions", "lean", implementation="reference"),
 ]
-
-
-def triton(dry: bool) -> Rows:
-    """Times kernels in Triton, Pallas's and XLA's."""
-    return kernels.time_kernels(dry, in_triton=True)
 
 
 _ALL_METHODS = [Setting(name) for name in _METHODS]
@@ -195,7 +189,6 @@ PARTS = (
     Part("steps", 90, _steps(*_STEPS, compiled=_STEPS[:1])),
     Part("profile", 75, profile),
     Part("blocks", 90, kernels.time_blocks),
-    Part("triton", 130, triton),
     Part("operators", 30, kernels.check_operators),
     Part("width", 40, _steps(*_WIDTHS)),
     Part("in_place", 90, in_place),
@@ -205,10 +198,8 @@ PARTS = (
          _steps(*_MICRO_BATCHES, compiled=_MICRO_BATCHES[-2:], rounds=2, calls=1)),
     Part("llama3_8b", 90, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
     Part("host_states", 60, _steps(Setting("lean"), Setting(_ON_HOST))),
-    Part("other_kernels", 130, functools.partial(kernels.check_kernels, in_triton=False)),
-    Part("times", 400, kernels.time_kernels),
+    Part("times", 150, kernels.time_kernels),
     Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
 )  # fmt: skip
 """Names, seconds that they are expected to take on an H100, and functions; the memory of one of
-them is limited. Those of `triton`, `other_kernels`, `times` and `methods` were not
-measured."""
+them is limited. Those of `times` and `methods` were not measured."""

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from actjax.kernels import dispatch
 from benchmarks.gpu import kernels, parts, queue, trace
 from benchmarks.gpu.__main__ import Config
 from benchmarks.gpu.steps import Setting, Steps, time_steps
@@ -147,7 +148,7 @@ def test_wrong_settings_are_named(settings, message):
 
 def test_the_parts_name_existing_steps():
     names = [part.name for part in parts.PARTS]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 14
     used = (*parts._METHODS, *parts._PROFILED, parts._SMALL_STATES, parts._ON_HOST)
     assert set(used) <= set(STEPS)
     assert sum(part.seconds for part in parts.PARTS[:7]) < 600
@@ -156,7 +157,7 @@ def test_the_parts_name_existing_steps():
 # A profile of a GPU in the format of `jax.profiler`: two streams, and a line that repeats them.
 EVENTS = {  # Kernel: instruction, microseconds.
     "nvjet_hsh_128x256": ("cublas-gemm.1", 60),
-    "actjax_quantize__3": ("pallas_call.126", 10),
+    "actjax_quantize__3": ("call.126", 10),
     "cudnn_generated_fort_native_sdpa": ("dot_product_attention_fwd.0", 12),
     "loop_multiply_fusion": ("loop_multiply_fusion", 8),
     "loop_add_fusion": ("loop_add_fusion.2", 6),
@@ -206,7 +207,7 @@ StackFrames
 ENTRY %main (p: f32[4,8]) -> f32[8] {
   %x = (f32[8]{0}, s8[4]{0}) custom-call(%p), custom_call_target="__cublas$lt$matmul", metadata={}
   %cublas-gemm.1 = (f32[8]{0}, s8[4]{0}) custom-call(%p), custom_call_target="__cublas$lt$matmul"
-  %pallas_call.126 = u8[8]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton"
+  %call.126 = u8[8]{0} custom-call(%p), custom_call_target="triton_kernel_call"
   %dot_product_attention_fwd.0 = f32[8]{0} custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"
   %loop_dynamic_slice_fusion = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused_slice
   %loop_multiply_fusion = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused_multiply
@@ -331,8 +332,10 @@ def test_a_block_that_does_not_compile_is_a_row(monkeypatch):
     assert row["failure"] == "RuntimeError: out of registers"
 
 
-def test_a_kernel_that_differs_fails_a_dry_run(monkeypatch):
+def test_a_queue_without_programs_says_what_is_missing(monkeypatch):
     assert len(kernels.case_units()) == sum(len(cases) for _, cases in KERNELS.values())
-    monkeypatch.setattr(kernels, "check", lambda *args: {"ok": False})
-    with pytest.raises(RuntimeError, match="checks failed"):
-        kernels.check_kernels(True)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
+    for part in (kernels.check_kernels, kernels.time_kernels):
+        with pytest.raises(ValueError, match=r"needs jax_triton.*pip install"):
+            part(True)

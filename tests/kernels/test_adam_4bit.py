@@ -17,7 +17,7 @@ HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
 """Relative error of a decoded level and of a product."""
 LEVELS = np.float64([0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1])
-NAMES = ("reference", "interpreted")
+NAMES = ("reference", None)
 
 # Shape, group and dtype of gradients: a group that is left over and rows that fill no tile; two
 # matrices of several tiles; whole tiles.

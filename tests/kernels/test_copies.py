@@ -36,7 +36,7 @@ def layer(carry, x):
 
 
 def test_results_are_those_of_a_scan():
-    with kernels.use("interpreted"):
+    with kernels.use(None):
         got = jax.jit(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
     expected = jax.jit(lambda xs: jax.lax.scan(layer, 1.0, xs))(XS)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
@@ -45,7 +45,7 @@ def test_results_are_those_of_a_scan():
 
 
 def test_small_results_are_one_kernel():
-    with kernels.use("interpreted"):
+    with kernels.use(None):
         program = jax.make_jaxpr(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
     assert calls_on_layers(program) == {"copies": (5, 5)}
 
@@ -56,7 +56,7 @@ def test_layers_that_stay_and_a_single_result_are_not_copied():
         return (small + 1, untouched), jnp.sum(small)
 
     stacks = jnp.ones((DEPTH, 5)), jnp.ones((DEPTH, 5))
-    with kernels.use("interpreted"):
+    with kernels.use(None):
         step = lambda stacks: in_place.update(update, jnp.int32(1), stacks, ())  # noqa: E731
         program = jax.make_jaxpr(step)(stacks)
         (small, untouched), total = jax.jit(step)(stacks)
@@ -66,7 +66,7 @@ def test_layers_that_stay_and_a_single_result_are_not_copied():
     assert total == 5
 
 
-@pytest.mark.parametrize("name", ["reference", "interpreted"])
+@pytest.mark.parametrize("name", ["reference", None])
 def test_without_stacks_they_are_the_arrays(name):
     arrays = [jnp.arange(3), jnp.ones((2, 2))]
     for a, b in zip(KERNEL(arrays, implementation=name), arrays, strict=True):

@@ -2,21 +2,18 @@
 
 import dataclasses
 import functools
-import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import TINY, gpu_named, normal, random_code
+from kernels.kernel_cases import TINY, normal, random_code
 
 import actjax
 from actjax import Quantized
 from actjax.formats.blockwise import blockwise_zeros
 from actjax.formats.code import QuantizeInputs
-from actjax.kernels import dispatch
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
@@ -47,27 +44,16 @@ KERNELS = {
     ),
 }
 
-# Arguments that a kernel refuses, and the reason.
-SMALL = dataclasses.replace(CODEC, group=8)
-REFUSED = [
-    (
-        "quantize",
-        {"format": SMALL.format},
-        (X,),
-        "groups of 16, 32, ... 1024 features, got group=8",
-    ),
-    ("quantize", {}, (X[:0],), "takes arrays that are not empty, got shape (0, 32)"),
-    (
-        "dequantize",
-        {},
-        (random_code(SMALL, "float32", (4, 20)),),
-        "groups of 16, 32, ... 1024 features, got group=8",
-    ),
-]
-
 ARGUMENTS = {name: args for name, (_, args) in KERNELS.items()}
-IMPLEMENTATIONS = ("reference", "interpreted", "pallas")
-TRITON = "__gpu$xla.gpu.triton"
+# Arguments that programs for TPUs take, which need no other package.
+AS_LEAN = Quantized(4, group=128, levels="normal", rotate=True, balance=True)
+LEAN_CODE = jax.jit(AS_LEAN.encode)(normal(1, 8, 128))
+ON_TPU = {
+    "dequantize": (LEAN_CODE,),
+    "swiglu_backward": (LEAN_CODE, LEAN_CODE, normal(1, 8, 128)),
+}
+TPU = "tpu_custom_call"
+PROGRAMS = 3  # SwiGLU decodes each factor by a program.
 
 
 def all_kernels(implementation, args):
@@ -82,10 +68,9 @@ def uses_kernel(function, *args):
 
 
 def lowered(function, *args):
-    """Returns the text of a program for a GPU, traced anew."""
-    with gpu_named():
-        traced = jax.jit(lambda *args: function(*args)).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    """Returns the text of a program for a TPU, traced anew."""
+    traced = jax.jit(lambda *args: function(*args)).trace(*args)
+    return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def assert_equal(got, want):
@@ -95,53 +80,37 @@ def assert_equal(got, want):
 # Names.
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
-)
-def test_an_implementation_that_refuses_says_why(name, options, args, reason):
-    kernel = functools.partial(KERNELS[name][0], **options)
-    for implementation in ("pallas", "interpreted"):
-        pattern = f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use"
-        with pytest.raises(ValueError, match=pattern):
-            kernel(*args, implementation=implementation)
-        # As a preference, not an argument of the call, it falls back to the definition.
-        with actjax.kernels.use(implementation):
-            assert not uses_kernel(lambda *args: kernel(*args), *args)
-    assert "triton" not in lowered(kernel, *args)
-
-
-def test_on_a_cpu_the_compiled_kernel_is_refused():
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is a GPU")
+def test_an_implementation_that_refuses_says_why():
     function, args = KERNELS["dequantize"]
-    with pytest.raises(ValueError, match="interpret"):
-        jax.jit(functools.partial(function, implementation="pallas"))(*args)
+    reason = "takes no channels or offsets on TPUs"
+    pattern = f"^`implementation` 'mosaic' of dequantize {reason}: use"
+    with pytest.raises(ValueError, match=pattern):
+        function(*args, implementation="mosaic")
+    # As a preference, not an argument of the call, it falls back to the definition.
+    with actjax.kernels.use("mosaic"):
+        assert not uses_kernel(lambda *args: function(*args), *args)
+    assert TPU not in lowered(function, *args)
 
 
 # The choice.
 
 
-def test_by_default_the_device_decides(monkeypatch):
-    # One traced program, lowered for all platforms. Without jax-triton, that of Pallas.
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    monkeypatch.setattr(dispatch, "_missing", dispatch._missing.__wrapped__)
-    with gpu_named():
-        traced = jax.jit(lambda args: all_kernels(None, args)).trace(ARGUMENTS)
-        for platform, count in {"cpu": 0, "cuda": len(KERNELS), "tpu": 0}.items():
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert text.count(TRITON) == count, platform
+def test_by_default_the_device_decides():
+    # One traced program, lowered for all platforms.
+    traced = jax.jit(lambda args: all_kernels(None, args)).trace(ON_TPU)
+    for platform, count in {"cpu": 0, "tpu": PROGRAMS}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count(TPU) == count, platform
 
 
 def test_a_named_implementation_is_used():
-    run = {name: functools.partial(all_kernels, name) for name in (None, *IMPLEMENTATIONS)}
-    texts = {name: lowered(run[name], ARGUMENTS) for name in IMPLEMENTATIONS}
-    counts = [text.count(TRITON) for text in texts.values()]
-    assert counts == [0, 0, len(KERNELS)]
-    assert texts["interpreted"] != texts["reference"]
-    with actjax.kernels.use("interpreted"):
-        assert lowered(run[None], ARGUMENTS) == texts["interpreted"]
+    run = {name: functools.partial(all_kernels, name) for name in (None, "reference", "mosaic")}
+    texts = {name: lowered(fun, ON_TPU) for name, fun in run.items()}
+    assert [text.count(TPU) for text in texts.values()] == [PROGRAMS, 0, PROGRAMS]
+    with actjax.kernels.use("mosaic"):
+        assert lowered(run[None], ON_TPU).count(TPU) == PROGRAMS
         # The argument of a call takes precedence.
-        assert not uses_kernel(run["reference"], ARGUMENTS)
+        assert not uses_kernel(run["reference"], ON_TPU)
 
 
 def test_a_function_is_compiled_again_for_another_implementation():
@@ -152,27 +121,27 @@ def test_a_function_is_compiled_again_for_another_implementation():
         traces.append(None)
         return dequantize(code)
 
-    want = decoded(CODE)
-    text = decoded.lower(CODE).as_text()
+    (code,) = ON_TPU["dequantize"]
+    want = decoded(code)
+    text = decoded.lower(code).as_text()
     assert len(traces) == 1
-    with actjax.kernels.use("interpreted"):
-        assert decoded.lower(CODE).as_text() != text
-        assert uses_kernel(decoded, CODE)
-        # The numbers are powers of two, which are exact in any order.
-        assert_equal(decoded(CODE), want)
+    with actjax.kernels.use("mosaic"):
+        assert decoded.lower(code).as_text() != text
+        assert uses_kernel(decoded, code)
+        np.testing.assert_allclose(decoded(code), want, rtol=1e-5, atol=1e-5)
         with actjax.kernels.use(None):
-            assert decoded.lower(CODE).as_text() == text
+            assert decoded.lower(code).as_text() == text
         with actjax.kernels.use("reference"):
-            assert not uses_kernel(decoded, CODE)
-        assert uses_kernel(decoded, CODE)
+            assert not uses_kernel(decoded, code)
+        assert uses_kernel(decoded, code)
     # As before, without another trace.
     count = len(traces)
-    assert decoded.lower(CODE).as_text() == text
+    assert decoded.lower(code).as_text() == text
     assert len(traces) == count
 
 
 def test_an_error_within_leaves_the_choice_as_it_was():
-    with pytest.raises(ZeroDivisionError), actjax.kernels.use("interpreted"):
+    with pytest.raises(ZeroDivisionError), actjax.kernels.use(None):
         _ = 1 / 0
     assert uses_kernel(lambda code: dequantize(code), CODE)
 
@@ -195,11 +164,10 @@ def placed(args):
     return jax.tree.map(put, args)
 
 
-@pytest.mark.parametrize("implementation", [None, "interpreted"])
-def test_each_device_computes_a_kernel_for_its_tokens(implementation):
+def test_each_device_computes_a_kernel_for_its_tokens():
     args = placed(ARGUMENTS)
     with jax.set_mesh(four_devices()):
-        program = jax.jit(functools.partial(all_kernels, implementation)).lower(args).compile()
+        program = jax.jit(functools.partial(all_kernels, None)).lower(args).compile()
     exchanged = bytes_by_kind(program.as_text())
     # The gradient of the scale of a norm is a sum over tokens.
     assert exchanged.pop("all-reduce") == X[0].nbytes
@@ -281,7 +249,7 @@ def derivatives():
 
 def test_derivatives_are_those_of_the_definition():
     computed = {}
-    for name in ("reference", None, "interpreted"):
+    for name in ("reference", None):
         with actjax.kernels.use(name):
             computed[name] = jax.jit(lambda: derivatives())()
     want = computed.pop("reference")
@@ -302,7 +270,7 @@ def test_outlier_channels_pass_derivatives_on():
     # They are copied, and nothing else contributes to them.
     want = np.zeros_like(X)
     want[:, channels] = X[:, :2]
-    for implementation in ("reference", "interpreted", None):
+    for implementation in ("reference", None):
         got = jax.jit(jax.grad(functools.partial(outliers, implementation=implementation)))(X)
         np.testing.assert_array_equal(got, want)
 
@@ -310,14 +278,10 @@ def test_outlier_channels_pass_derivatives_on():
 def test_vmap_equals_one_call_each():
     @jax.jit
     def mapped_and_alone(values, scale, dy):
-        results = []
-        for implementation in (None, "interpreted"):
-            call = functools.partial(rms_norm_backward, implementation=implementation)
-            alone = jax.lax.map(lambda x, call=call: call(x, scale, dy), values)
-            results.append((jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone))
-        return results
+        alone = jax.lax.map(lambda x: rms_norm_backward(x, scale, dy), values)
+        return jax.vmap(rms_norm_backward, in_axes=(0, None, None))(values, scale, dy), alone
 
-    for mapped, alone in mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X):
-        # Sums of 32 numbers and of 4, in another order.
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-        jax.tree.map(close, mapped, alone)
+    mapped, alone = mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X)
+    # Sums of 32 numbers and of 4, in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, mapped, alone)

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from kernels.kernel_cases import random_code
 from messages import assert_messages
 
@@ -14,6 +15,7 @@ from actjax import Quantized
 from actjax.formats.blockwise import blockwise_zeros
 from actjax.formats.code import QuantizeInputs
 from actjax.formats.four_bit import rank_one_zeros, signed_zeros
+from actjax.kernels import dispatch
 from actjax.kernels.adam_4bit.api import KERNEL, adam_4bit
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
@@ -102,7 +104,7 @@ def test_settings_of_adam_are_named_with_their_value():
 
 
 def test_an_unknown_implementation_is_named():
-    known = "('reference', 'pallas', 'interpreted', 'mosaic', 'triton')"
+    known = "('reference', 'mosaic', 'triton')"
     rows = []
     for unknown in ("cuda", "", "Reference", 1, True):
         message = f"`implementation` must be None or one of {known}, got {unknown!r}."
@@ -111,14 +113,11 @@ def test_an_unknown_implementation_is_named():
     assert_messages(ERRORS, rows)
 
 
-def interpreted(kernel, *args, **options):
-    """Returns a call of a kernel that its interpreted program refuses."""
-    return functools.partial(kernel, *args, implementation="interpreted", **options)
-
-
+@pytest.mark.skipif(dispatch._missing("triton") is not None, reason="needs jax-triton")
 def test_arguments_that_a_program_refuses_are_named(x64):
-    def refused(name, reason):
-        return f"'interpreted' of {name} takes {reason}"
+    def refused(kernel, name, reason, *args, **options):
+        call = functools.partial(kernel, *args, implementation="triton", **options)
+        return call, f"'triton' of {name} takes {reason}"
 
     def moments(group=32, dtype="float32", width=64):
         shape = (2, width)
@@ -127,33 +126,26 @@ def test_arguments_that_a_program_refuses_are_named(x64):
     def adam_4(reason, mu, nu, grad=None):
         grad = ones(2, mu.width) if grad is None else grad
         scales = ones(2, 1), ones(1, 64), ones(2, 1), ones(1, 64)
-        call = interpreted(KERNEL, grad, mu, nu, scales, ones(2), **ADAM)
-        return call, refused("adam_4bit", reason)
+        return refused(KERNEL, "adam_4bit", reason, grad, mu, nu, scales, ones(2), **ADAM)
 
     def adam_8(reason, mu, nu):
         grad = ones(*mu.codes.shape)
-        call = interpreted(adam_8bit, grad, mu, nu, ones(2), **ADAM)
-        return call, refused("adam_8bit", reason)
+        return refused(adam_8bit, "adam_8bit", reason, grad, mu, nu, ones(2), **ADAM)
 
-    def norm(reason, codec, dtype, features):
-        shape = (2, features)
-        x = ones(*shape, dtype=dtype) if codec is None else random_code(codec, dtype, shape)
-        scale, dy = ones(features, dtype=dtype), ones(*shape, dtype=dtype)
-        return interpreted(rms_norm_backward, x, scale, dy), f"of rms_norm_backward {reason}"
-
-    def swiglu(reason, dtype, group=16):
-        gate = random_code(Quantized(4, group=16), dtype, (2, 32))
-        up = random_code(Quantized(4, group=group), dtype, (2, 32))
-        call = interpreted(swiglu_backward, gate, up, ones(2, 32, dtype=dtype))
-        return call, refused("swiglu_backward", reason)
+    def swiglu(reason, dtype="float32", group=64, rounding="nearest", rotate=True):
+        settings = {"rotate": rotate, "balance": True, "rounding": rounding}
+        gate = random_code(Quantized(4, group=64, **settings), dtype, (2, 128))
+        up = random_code(Quantized(4, group=group, **settings), dtype, (2, 128))
+        arguments = gate, up, ones(2, 128, dtype=dtype)
+        return refused(swiglu_backward, "swiglu_backward", reason, *arguments)
 
     mu, nu = moments()
     first, second = (blockwise_zeros((2, 8), "float32", unsigned=u) for u in (False, True))
     halved = dataclasses.replace(second, dtype=jnp.dtype("bfloat16"))
     long = [blockwise_zeros((1, 5000), "float32", unsigned=u, block=5000) for u in (False, True)]
     sizes = "blocks of one size up to 4096, got"
-    floats = "takes floating point numbers of 16 or 32 bits, got float64"
-    by_16 = Quantized(4, group=16)
+    floats = "floating point numbers of 16 or 32 bits, got float64"
+    exact = ones(2, 40, dtype="float64")
     rows = [
         adam_4("groups of 32, 64, ... 256 values, got 16", *moments(16)),
         adam_4("groups of 32, 64, ... 256 values, got 512", *moments(512, width=512)),
@@ -164,12 +156,11 @@ def test_arguments_that_a_program_refuses_are_named(x64):
         adam_8("moments of float32, got float32 and bfloat16", first, halved),
         adam_8(f"{sizes} 5000, 5000", *long),
         adam_8(f"{sizes} 8, 4", first, dataclasses.replace(second, block=4)),
-        norm(floats, by_16, "float64", 32),
-        norm("holds whole rows, of up to 16384", Quantized(4, group=1024), "float32", 17 * 1024),
-        norm("takes a multiple of 16 features, got 40", None, "float32", 40),
-        norm(floats, None, "float64", 32),
-        swiglu("", "float64"),
-        swiglu("groups of one size for `gate` and `up`, got 16 and 32", "float32", 32),
+        refused(rms_norm_backward, "rms_norm_backward", floats, exact, exact[0], exact),
+        swiglu(floats, "float64"),
+        swiglu("groups of one size for `gate` and `up`, got 64 and 32", group=32),
+        swiglu("rotated groups, rounded to the nearest level", rounding="dither"),
+        swiglu("rotated groups, rounded to the nearest level", rotate=False),
     ]
     assert_messages(ERRORS, rows)
 

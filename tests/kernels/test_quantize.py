@@ -86,9 +86,9 @@ def results(codec, x, scale, centre):
     statistics = {"mean": code.mean, "spread": code.spread}
     inputs = QuantizeInputs(x, seed, code.channels, **statistics)
     format = codec.format_of(x.shape[-1])
-    kernel = quantize(inputs, format=format, implementation="interpreted")
+    kernel = quantize(inputs, format=format)
     kernel = dataclasses.replace(kernel, **statistics)
-    return seed, [code, kernel], [decoded, dequantize(code, implementation="interpreted")]
+    return seed, [code, kernel], [decoded, dequantize(code)]
 
 
 # Arguments.
@@ -456,7 +456,7 @@ def test_whatever_the_numbers(name, parts):
 def test_vmap_and_scan_of_the_kernel_change_nothing():
     codec = Q(4, 16, "dither")
 
-    def round_trip(x, seed, implementation="interpreted"):
+    def round_trip(x, seed, implementation=None):
         inputs = QuantizeInputs(x, seed)
         code = quantize(inputs, format=codec.format, implementation=implementation)
         values = dequantize(code, implementation=implementation)

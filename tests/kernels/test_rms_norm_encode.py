@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import TINY, f64, gpu_named, normal
+from kernels.kernel_cases import TINY, f64, normal
 
 import actjax
 from actjax import Quantized
@@ -34,14 +34,6 @@ def test_value_and_code():
     # A sum of 32 squares, a root, and three operations.
     np.testing.assert_array_less(abs(value - want), (32 + 8) * TINY * abs(want) + 1e-30)
     assert_equal(code, jax.jit(functools.partial(quantize, format=FORMAT))(QuantizeInputs(X)))
-
-
-def test_where_no_program_does_all_of_it_its_part_has_its_own():
-    with gpu_named():
-        traced = jax.jit(encoded).trace(X, SCALE)
-        for platform, count in {"cpu": 0, "cuda": 1}.items():
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert text.count("__gpu$xla.gpu.triton") == count, platform
 
 
 def test_each_device_encodes_its_tokens():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import TINY, f64, gpu_named, normal
+from kernels.kernel_cases import TINY, f64, normal
 
 import actjax
 from actjax import Quantized
@@ -28,10 +28,10 @@ def encoded(x, *tables, format=FORMAT, **options):
     return rope_encode(QuantizeInputs(x), *tables, format=format, **options)
 
 
-@jax.jit
-def both(x, *tables):
+@functools.partial(jax.jit, static_argnames="format")
+def both(x, *tables, format=FORMAT):
     """Returns the value and the code, and the value at the decoded numbers."""
-    value, code = encoded(x, *tables)
+    value, code = encoded(x, *tables, format=format)
     return value, code, rope_decode(code, *tables), dequantize(code)
 
 
@@ -57,11 +57,11 @@ def test_values_and_codes():
 
 
 def test_where_no_program_does_all_of_it_its_parts_have_theirs():
-    with gpu_named():
-        traced = both.trace(X, *TABLES)
-        for platform, count in {"cpu": 0, "cuda": 3}.items():
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert text.count("__gpu$xla.gpu.triton") == count, platform
+    as_on_tpus = Quantized(4, group=128, levels="normal", rotate=True).format
+    traced = both.trace(normal(2, 6, 128), *TABLES, format=as_on_tpus)
+    for platform, count in {"cpu": 0, "tpu": 3}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("tpu_custom_call") == count, platform
 
 
 @pytest.mark.parametrize(("half", "columns"), [(4, 16), (16, 32)], ids=["whole heads", "too wide"])

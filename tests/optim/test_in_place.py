@@ -67,7 +67,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(in_place, "applies", lambda *_: wanted)
 
     monkeypatch.setattr(tails, "_LEAST", 1)
-    with kernels.use("interpreted"):
+    with kernels.use(None):
         yield set_to
 
 
@@ -298,8 +298,6 @@ def test_gradients_of_more_bits_than_the_state(compare):
 
 
 def test_a_chain_computes_as_xla_does():
-    """Triton drops nan in minima and maxima, and has no division and few functions in 16 bits."""
-
     def chain(x, y):
         return jnp.tanh(x) / jax.lax.pow(jnp.maximum(x, y), y), jnp.clip(x, -1, 1)
 
@@ -312,11 +310,6 @@ def test_a_chain_computes_as_xla_does():
     )
     row, column = np.zeros((1, 1), np.int32), np.arange(4)[None]
     run = functools.partial(tail.run, row=row, column=column)
-    traced = jax.make_jaxpr(run)([x, y])
-    for eqn in equations(traced):
-        if eqn.primitive.name in ("div", "pow", "tanh"):
-            results: list[Any] = eqn.outvars
-            assert {v.aval.dtype for v in results} == {jnp.dtype("float32")}
     for got, expected in zip(jax.jit(run)([x, y]), jax.jit(chain)(x, y), strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_allclose(
@@ -338,7 +331,7 @@ def test_the_implementation_that_is_asked_for_runs(choose):
     choose(True)
     params = {"layers": {"down": numbers(6, DEPTH, FEATURES, WIDTH)}}
     state = jax.eval_shape(lambda: optim.init(ADAMW, params))
-    for name in ("interpreted", "reference"):
+    for name in (None, "reference"):
         with kernels.use(name):
             update = functools.partial(optim.apply, ADAMW)
             program = jax.make_jaxpr(update)(params, state, params)

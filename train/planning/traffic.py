@@ -51,7 +51,6 @@ WRITTEN = "actjax_"
 
 
 _LANGUAGES = {
-    "__gpu$xla.gpu.triton": "Pallas",
     "triton_kernel_call": "Triton",
     "triton_kernel_call_ffi": "Triton",  # From jax-triton 0.4 on.
     "tpu_custom_call": "Mosaic",

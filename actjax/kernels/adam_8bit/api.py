@@ -71,7 +71,6 @@ KERNEL = Kernel(
     "adam_8bit",
     reference.adam_8bit,
     _dims,
-    pallas="actjax.kernels.adam_8bit.pallas",
     mosaic="actjax.kernels.adam_8bit.rows",
     triton="actjax.kernels.adam_8bit.triton",
     converts=True,

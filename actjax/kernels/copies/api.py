@@ -20,7 +20,6 @@ KERNEL = Kernel(
     "copies",
     copies,
     lambda *_, **__: None,
-    pallas="actjax.kernels.copies.pallas",
     triton="actjax.kernels.copies.triton",
     writes_layers="results",
 )

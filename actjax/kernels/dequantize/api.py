@@ -31,7 +31,6 @@ KERNEL = Kernel(
     "dequantize",
     reference.dequantize,
     _dims,
-    pallas="actjax.kernels.dequantize.pallas",
     mosaic="actjax.kernels.dequantize.mosaic",
     triton="actjax.kernels.dequantize.triton",
     reads_layers=True,

@@ -16,7 +16,7 @@ def refuses(code: QuantizedCode) -> str | None:
     if code.channels is not None:
         return "takes no outlier channels"
     shape = (*code.planes[0].shape[:-1], code.features)
-    return rotated.refuses(code.format) or limits.refuses([code.format], code.dtype, shape)
+    return rotated.refuses(code.format) or limits.refuses_array(code.dtype, shape)
 
 
 def dequantize(code: QuantizedCode) -> jax.Array:

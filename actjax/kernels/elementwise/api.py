@@ -16,7 +16,6 @@ KERNEL = Kernel(
     "elementwise",
     elementwise,
     lambda *_: None,
-    pallas="actjax.kernels.elementwise.pallas",
     triton="actjax.kernels.elementwise.triton",
     reads_layers=True,
     writes_layers="operands",

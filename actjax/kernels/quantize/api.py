@@ -86,7 +86,6 @@ KERNEL = Kernel(
     "quantize",
     reference.quantize,
     _dims,
-    pallas="actjax.kernels.quantize.pallas",
     mosaic="actjax.kernels.quantize.mosaic",
     triton="actjax.kernels.quantize.triton",
     writes_layers="results",

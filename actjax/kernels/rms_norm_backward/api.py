@@ -83,7 +83,6 @@ KERNEL = Kernel(
     "rms_norm_backward",
     reference.rms_norm_backward,
     _dims,
-    pallas="actjax.kernels.rms_norm_backward.pallas",
     mosaic="actjax.kernels.rms_norm_backward.mosaic",
     triton="actjax.kernels.rms_norm_backward.triton",
     reads_layers=True,

@@ -32,7 +32,7 @@ def refuses(
         return limits.refuses_array(x.dtype, dy.shape)
     if x.channels is not None:
         return "takes no outlier channels"
-    return rotated.refuses(x.format) or limits.refuses([x.format], x.dtype, dy.shape)
+    return rotated.refuses(x.format) or limits.refuses_array(x.dtype, dy.shape)
 
 
 def rms_norm_backward(

@@ -7,8 +7,7 @@ import jax
 from actjax._shards import Dims
 from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 from actjax.kernels.checks import check_shape
-from actjax.kernels.dispatch import Compute, Implementation, Kernel
-from actjax.kernels.quantize.api import KERNEL as QUANTIZE
+from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.quantize.api import check_inputs, dims_of_inputs
 from actjax.kernels.rms_norm_encode import reference
 
@@ -54,27 +53,11 @@ def _dims(
     return None if dims is None else ((dims[0], Dims.whole(scale)), (dims[0].x, dims[1]))
 
 
-def _parts(
-    compute: Compute,
-    inputs: QuantizeInputs,
-    scale: jax.Array,
-    *,
-    format: Format,
-    eps: float,
-    into: Any = None,
-) -> tuple[jax.Array, QuantizedCode]:
-    """Encodes by `quantize`."""
-    _, place = (None, None) if into is None else into
-    code = compute(QUANTIZE, inputs, into=place, format=format)
-    return reference.value(inputs.x, scale, eps), code
-
-
 KERNEL = Kernel(
     "rms_norm_encode",
     reference.rms_norm_encode,
     _dims,
     mosaic="actjax.kernels.rms_norm_encode.mosaic",
     triton="actjax.kernels.rms_norm_encode.triton",
-    parts=_parts,
     writes_layers="results",
 )

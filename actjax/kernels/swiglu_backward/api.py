@@ -80,7 +80,6 @@ KERNEL = Kernel(
     "swiglu_backward",
     reference.swiglu_backward,
     _dims,
-    pallas="actjax.kernels.swiglu_backward.pallas",
     mosaic="actjax.kernels.swiglu_backward.mosaic",
     triton="actjax.kernels.swiglu_backward.triton",
     reads_layers=True,

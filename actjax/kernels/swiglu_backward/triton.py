@@ -28,7 +28,7 @@ def refuses(
     if rotated.sequences(gate) != rotated.sequences(up):
         return "takes `gate` and `up` that are both balanced, or neither"
     for code in (gate, up):
-        reason = rotated.refuses(code.format) or limits.refuses([code.format], code.dtype, dy.shape)
+        reason = rotated.refuses(code.format) or limits.refuses_array(code.dtype, dy.shape)
         if reason is None and code.channels is not None:
             reason = "takes no outlier channels"
         if reason is not None:

@@ -61,7 +61,7 @@ def test_a_gpu_before_ampere_gets_neither_cudnn_nor_triton():
     ):
         with devices._tracing_on(GPUS[name]):
             assert _function_of(None, dtype) is IMPLEMENTATIONS[attention]
-            assert (dispatch._lacks("pallas") or "").startswith(reason)
+            assert (dispatch._lacks("triton") or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,12 @@ def test_the_languages_of_kernels_are_found():
         '  %{0} = u8[4] custom-call(), custom_call_target="{1}", metadata={{op_name="jit/{2}/x"}}\n'
     )
     lines = [
-        call.format("a", "__gpu$xla.gpu.triton", "actjax_adam_8bit"),
+        call.format("a", "tpu_custom_call", "actjax_quantize"),
         call.format("b", "triton_kernel_call", "actjax_quantize"),
         call.format("c", "tpu_custom_call", "another"),
         call.format("d", "__cublas$gemm", "dot"),
     ]
-    assert kernels_written_in("".join(lines)) == ["Pallas", "Triton"]
+    assert kernels_written_in("".join(lines)) == ["Triton", "Mosaic"]
     assert kernels_written_in("".join(lines[1:])) == ["Triton"]
     both = [*lines[1:], call.format("e", "triton_kernel_call_ffi", "actjax_quantize")]
     assert kernels_written_in("".join(both)) == kernels_written_in(both[-1]) == ["Triton"]

@@ -9,8 +9,10 @@ import pytest
 from tests.train.runs import REPOSITORY
 
 PROGRAM = """
-import hashlib, sys
+import hashlib, signal, sys
 from train.run.signals import StopSignal, ending_on_ctrl_c
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under `nohup`.
 
 def work():
     print("ready", flush=True)
