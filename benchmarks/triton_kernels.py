@@ -23,6 +23,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from actjax import _gpu
 from benchmarks import command, record
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
@@ -91,8 +92,9 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "bytes": case.least_bytes(kernel.reference),
                 "numbers": tokens * features,
             }
-            launches, made = _launches(kernel, case), []
+            made = []
             for capability in config.capabilities:
+                launches = _launches(kernel, case, capability)
                 assembled = [_assembled(x, capability, common["numbers"]) for x in launches]
                 made.append(_together(assembled))
             rows += [common | row | {"share": _share(common, row)} for row in made]
@@ -105,8 +107,8 @@ def _share(case: dict[str, Any], row: dict[str, Any]) -> float:
     return min(1.0, case["bytes"] / _BANDWIDTH / busy)
 
 
-def _launches(kernel: Any, case: Case) -> list[tuple[Any, list[Any]]]:
-    """Returns the launches for the shapes of a case, and the shapes that each gets."""
+def _launches(kernel: Any, case: Case, capability: str) -> list[tuple[Any, list[Any]]]:
+    """Returns the launches on a GPU for the shapes of a case, and the shapes that each gets."""
     # Here, since it needs Triton.
     from actjax.kernels.triton_call import Call
 
@@ -117,7 +119,11 @@ def _launches(kernel: Any, case: Case) -> list[tuple[Any, list[Any]]]:
         launches.append((call, shapes))
         return [jnp.zeros(x.shape, x.dtype) for x in call.results]
 
-    with mock.patch.object(Call, "run", run):
+    device = tuple(map(int, capability.split(".")))
+    with (
+        mock.patch.object(Call, "run", run),
+        mock.patch.object(_gpu, "compute_capability", return_value=device),
+    ):
         program = getattr(module, kernel.reference.__name__)
         jax.eval_shape(functools.partial(program, **case.options), *case.shapes())
     return launches
