@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from optim.calls import calls_on_layers
 
-from actjax import kernels
 from actjax.kernels.copies.api import KERNEL
 from actjax.optim.stepping import in_place
 
@@ -36,8 +34,7 @@ def layer(carry, x):
 
 
 def test_results_are_those_of_a_scan():
-    with kernels.use(None):
-        got = jax.jit(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
+    got = jax.jit(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
     expected = jax.jit(lambda xs: jax.lax.scan(layer, 1.0, xs))(XS)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         assert a.dtype == b.dtype
@@ -45,8 +42,7 @@ def test_results_are_those_of_a_scan():
 
 
 def test_small_results_are_one_kernel():
-    with kernels.use(None):
-        program = jax.make_jaxpr(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
+    program = jax.make_jaxpr(lambda xs: in_place.scan(layer, 1.0, xs))(XS)
     assert calls_on_layers(program) == {"copies": (5, 5)}
 
 
@@ -56,18 +52,16 @@ def test_layers_that_stay_and_a_single_result_are_not_copied():
         return (small + 1, untouched), jnp.sum(small)
 
     stacks = jnp.ones((DEPTH, 5)), jnp.ones((DEPTH, 5))
-    with kernels.use(None):
-        step = lambda stacks: in_place.update(update, jnp.int32(1), stacks, ())  # noqa: E731
-        program = jax.make_jaxpr(step)(stacks)
-        (small, untouched), total = jax.jit(step)(stacks)
+    step = lambda stacks: in_place.update(update, jnp.int32(1), stacks, ())  # noqa: E731
+    program = jax.make_jaxpr(step)(stacks)
+    (small, untouched), total = jax.jit(step)(stacks)
     assert calls_on_layers(program) == {}
     np.testing.assert_array_equal(small[:, 0], [1, 2, 1])
     np.testing.assert_array_equal(untouched, np.ones((DEPTH, 5)))
     assert total == 5
 
 
-@pytest.mark.parametrize("name", ["reference", None])
-def test_without_stacks_they_are_the_arrays(name):
+def test_without_stacks_they_are_the_arrays():
     arrays = [jnp.arange(3), jnp.ones((2, 2))]
-    for a, b in zip(KERNEL(arrays, implementation=name), arrays, strict=True):
+    for a, b in zip(KERNEL(arrays), arrays, strict=True):
         np.testing.assert_array_equal(a, b)

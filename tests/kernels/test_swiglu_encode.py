@@ -19,7 +19,6 @@ from actjax.kernels.swiglu_encode.api import swiglu_encode
 GATE, UP = Quantized(4, group=16, scale_dtype="float32"), Quantized(6, group=16)
 FORMATS = GATE.format, UP.format
 X, Y = normal(4, 32), normal(4, 32, seed=1)
-TRITON = "__gpu$xla.gpu.triton"
 
 
 def encoded(gate, up, *, features=None, implementation=None, formats=FORMATS):
@@ -44,17 +43,14 @@ def test_value_and_codes():
     assert_equal(codes, alone)
 
 
-def test_all_of_it_is_its_parts():
-    want = jax.jit(functools.partial(encoded, implementation="reference"))(X, Y)
-    for name in (None, "reference"):
-        with actjax.kernels.use(name):
-            assert_equal(jax.jit(lambda *args: encoded(*args))(X, Y), want)
-    # A format that no program takes.
-    odd = [dataclasses.replace(f, group=8) for f in FORMATS]
-    with actjax.kernels.use(None):
-        got = jax.jit(lambda *args: encoded(*args, formats=tuple(odd)))(X, Y)
-    want = jax.jit(functools.partial(quantize, format=odd[0]))(QuantizeInputs(X))
-    assert_equal(got[1].planes, want.planes)
+def test_where_no_program_does_all_of_it_its_parts_have_theirs():
+    taken = Quantized(4, group=128, levels="normal", rotate=True).format
+    formats = taken, dataclasses.replace(taken, group=64)
+    run = functools.partial(encoded, formats=formats)
+    traced = jax.jit(run).trace(normal(1, 8, 128), normal(1, 8, 128))
+    for platform, count in {"cpu": 0, "tpu": 1}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("tpu_custom_call") == count, platform
 
 
 def test_transformations():

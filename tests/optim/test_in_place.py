@@ -67,8 +67,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(in_place, "applies", lambda *_: wanted)
 
     monkeypatch.setattr(tails, "_LEAST", 1)
-    with kernels.use(None):
-        yield set_to
+    return set_to
 
 
 @pytest.fixture
