@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from models.plain_files import check_plain
+
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
@@ -14,6 +16,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
       OSError: the file cannot be read.
       ValueError: it holds no JSON object; the message names the file.
     """
+    check_plain(path)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,8 @@ def damaged_bytes(draw: Draw, data: bytes) -> bytes:
 
 
 WRONG: tuple[Any, ...] = (
-    None, True, False, -1, 0, 0.5, 7, 10**30, -(10**30), 1e308, float("nan"), float("inf"), "",
-    "a", "NaN", "\ud800", "\x00", [], [1], [[[]]], {}, {"a": {"b": [None]}},
+    None, True, False, -1, 0, 0.5, 7, 10**7, 2**31 - 1, 10**30, -(10**30), 1e308, float("nan"),
+    float("inf"), "", "a", "NaN", "\ud800", "\x00", [], [1], [[[]]], {}, {"a": {"b": [None]}},
 )  # fmt: skip
 """Values in place of others in JSON."""
 
@@ -66,13 +67,15 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def spoil(draw: Draw, path: pathlib.Path) -> str:
-    """Replaces a file by nothing, a folder, a broken link, or blanks. Returns what it is then."""
-    what = one_of(draw, "missing", "a folder", "a broken link", "empty", "blank")
+    """Replaces a file by nothing, another kind of file, or blanks. Returns what it is then."""
+    what = one_of(draw, "missing", "a folder", "a broken link", "a pipe", "empty", "blank")
     path.unlink()
     if what == "a folder":
         path.mkdir()
     elif what == "a broken link":
         path.symlink_to("nowhere")
+    elif what == "a pipe":
+        os.mkfifo(path)
     elif what != "missing":
         path.write_bytes(b"" if what == "empty" else one_of(draw, b"\n", b" \t\n", b"\xef\xbb\xbf"))
     return what

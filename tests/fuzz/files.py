@@ -7,8 +7,8 @@ import struct
 from typing import Any
 
 import numpy as np
-from fuzz.changes import Draw, damage, damaged_bytes, damaged_tree, one_of, spoil
-from fuzz.inputs import ANSWERS, FINETUNE, PERPLEXITY, PLAN, PRETRAIN, WRITING, Flags, words
+from fuzz.changes import WRONG, Draw, damage, damaged_bytes, damaged_tree, one_of, spoil
+from fuzz.inputs import ANSWERS, CHAT, FINETUNE, PERPLEXITY, PLAN, PRETRAIN, WRITING, Flags, words
 from fuzz.programs import Case
 from hypothesis import strategies as st
 
@@ -113,6 +113,64 @@ def tokenizer(draw: Draw, folder: pathlib.Path) -> Case:
     file = folder / one_of(draw, *_TOKENIZERS[path])
     # Settings of a tokenizer are optional.
     return _case(f"{file.name}: {damage(draw, file)}", command, False, tokenizer=path)
+
+
+_REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 999}
+_PARTS: tuple[dict[str, Any], ...] = (
+    {"normalizer": {"type": "Sequence", "normalizers": [_REPLACE] * 6}},
+    {"normalizer": _REPLACE | {"pattern": {"Regex": ""}}},
+    {"normalizer": _REPLACE | {"pattern": {"Regex": "(.*)*(.*)*x$"}}},
+    {"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAD/////"}},
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"pre_tokenizer": {"type": "Whitespace"}},
+    {"decoder": {"type": "Strip", "content": "e", "start": 99, "stop": 99}},
+    {"padding": {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None,
+                 "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}},
+    {"truncation": {"direction": "Left", "max_length": 1, "strategy": "LongestFirst", "stride": 0}},
+    *({"model": {"type": kind, "vocab": {"<|endoftext|>": 0, "a": 1}, "unk_token": "?",
+                 "continuing_subword_prefix": "", "max_input_chars_per_word": 9}}
+      for kind in ("WordLevel", "WordPiece")),
+    {"model": {"type": "Unigram", "unk_id": None, "vocab": [["<|endoftext|>", 0.0]]}},
+)  # fmt: skip
+"""Parts of a tokenizer.json, most of which no text survives."""
+
+
+def part(draw: Draw, folder: pathlib.Path) -> Case:
+    """A tokenizer with another part."""
+    path, changed = folder / "model" / "tokenizer.json", one_of(draw, *_PARTS)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    program, flags = one_of(draw, ("pretrain", PRETRAIN), ("finetune", FINETUNE))
+    names = "--tokenizer", "--checkpoint", "--data"
+    return Case(f"tokenizer with {next(iter(changed))}", program, words(flags), names)
+
+
+def template(draw: Draw, folder: pathlib.Path) -> Case:
+    """A chat template that is damaged, nested, slow or huge."""
+    path, depth = folder / "model" / "chat_template.jinja", draw(st.integers(500, 50_000))
+    loop = "{% for i in range(99999) %}"
+    as_text = {
+        "nested": lambda: "{{ " + "(" * depth + "1" + ")" * depth + " }}",
+        "nested blocks": lambda: "{% if 1 %}" * depth,
+        "slow": lambda: loop * 3 + "{% endfor %}" * 3,
+        "slow to read": lambda: "{{ 9 ** (9 ** 9) }}",
+        "huge": lambda: one_of(draw, "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 10) }}"),
+        "endless": lambda: "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "refusing": lambda: "{{ raise_exception('no') }}",
+        "silent": lambda: "",
+    }
+    what = one_of(draw, *as_text, "damaged", "of a wrong type")
+    if what == "damaged":
+        damage(draw, path)
+    elif what == "of a wrong type":
+        path.unlink()
+        settings = folder / "model" / "tokenizer_config.json"
+        fields = json.loads(settings.read_text()) | {"chat_template": one_of(draw, *WRONG)}
+        settings.write_text(json.dumps(fields))
+    else:
+        path.write_text(as_text[what]())
+    names = "--chat-template", "--data", "--checkpoint"
+    return Case(f"template: {what}", "finetune", words(CHAT), names, certain=what in as_text)
 
 
 def weights(draw: Draw, folder: pathlib.Path) -> Case:
@@ -272,7 +330,7 @@ def place(draw: Draw, folder: pathlib.Path) -> Case:
 
 STRATEGIES = {
     "texts and records": (text, records, records),
-    "tokenizers": (tokenizer,),
+    "tokenizers": (tokenizer, tokenizer, part, template),
     "checkpoints": (weights, weights, config, index),
     "adapters": (adapter,),
     "run folders": (existing, existing, place),

@@ -24,6 +24,7 @@ PRETRAIN: Flags = {"--model": "model", "--tokenizer": "model", "--data": "text.t
                    **_SMALL}  # fmt: skip
 FINETUNE: Flags = {"--checkpoint": "model", "--data": "records.jsonl", "--method": "lora",
                    "--lora-rank": "2", "--seq-len": "32", **_SMALL}  # fmt: skip
+CHAT: Flags = FINETUNE | {"--data": "chats.jsonl"}
 PERPLEXITY: Flags = {"--checkpoint": "model", "--data": "text.txt", "--whole": None,
                      "--seq-len": "16", "--batch-size": "2", "--eval-batches": "1"}  # fmt: skip
 ANSWERS: Flags = {"--checkpoint": "model", "--task": "gsm8k", "--questions": "sums.jsonl",
@@ -33,7 +34,7 @@ PLAN: Flags = {"--checkpoint": "model", "--method": "exact", "--batch-size": "2"
                "--seq-len": "16"}  # fmt: skip
 COMMANDS: dict[str, tuple[Flags, ...]] = {
     "pretrain": (PRETRAIN,),
-    "finetune": (FINETUNE,),
+    "finetune": (FINETUNE, CHAT),
     "evaluate": (PERPLEXITY, ANSWERS, WRITING),
     "plan": (PLAN,),
 }
@@ -41,6 +42,9 @@ COMMANDS: dict[str, tuple[Flags, ...]] = {
 _MODEL = ModelConfig(384, 16, 24, 2, 2, num_kv_heads=1, tie_embeddings=True, max_seq_len=128)
 _OTHER = ModelConfig(384, 32, 24, 1, 2, tie_embeddings=True, max_seq_len=128)
 _LORA = LoRAConfig(rank=2)
+_TEMPLATE = """\
+{% for message in messages %}{{ message.role + ': ' + message.content + eos_token }}{% endfor %}
+{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 _TEXT = "One plus two is three. Seven less five is two.\n\nIs two and two four? It is so.\n\n"
 
 
@@ -58,9 +62,13 @@ def write(folder: pathlib.Path) -> None:
     (folder / "small.yaml").write_text("eval_batches: 1\n")
     pairs = [{"prompt": f"{i} and {j}?", "completion": f" {i + j}."}
              for i in range(5) for j in range(5)]  # fmt: skip
+    chats = [{"messages": [{"role": "user", "content": f"{i} and {i}?"},
+                           {"role": "assistant", "content": f"{2 * i}."}]}
+             for i in range(20)]  # fmt: skip
+    (folder / "model" / "chat_template.jinja").write_text(_TEMPLATE)
     sums = [{"question": f"{i} and {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
     texts = [{"text": f"{i} and more. " * 9} for i in range(20)]
-    for name, records in (("records", pairs), ("sums", sums), ("texts", texts)):
+    for name, records in (("records", pairs), ("sums", sums), ("texts", texts), ("chats", chats)):
         lines = (json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text("".join(lines))
     adapters = jax.jit(functools.partial(init_adapters, _MODEL, _LORA))(jax.random.key(0))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import re
 from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
@@ -363,7 +364,12 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         check_at_least(1, calibration_batches=self.calibration_batches)
         check_range(self, math.inf, "recalibrate_every")
-        assert self.lora is not None  # Raises for values out of range.
+        try:
+            self.lora  # noqa: B018
+        except ValueError as error:
+            # Its fields are those of `LoRAConfig`, without the names of the flags.
+            text = re.sub(r"^`(rank|alpha|dropout)` of the adapters", r"`--lora-\1`", str(error))
+            raise ValueError(text) from error
 
     @property
     def lora(self) -> LoRAConfig:

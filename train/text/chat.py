@@ -1,34 +1,26 @@
 """Chat templates of Hugging Face, in Jinja: they turn a conversation into text."""
 
-import datetime
-import functools
 import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from models.json_files import read_object
+from models.plain_files import read_text
+from train.text.limited import AtLimitError, Limited
+from train.text.template_process import BEGIN, END
 from train.text.tokenizer import CONFIG, Tokenizer
 
-_TODAY = datetime.date(2024, 7, 26)
-"""The date that templates get, Llama 3's default. With the present date the tokens would change
-from day to day, and a run could not be resumed on the next day."""
-_BEGIN, _END = "\ufdd2", "\ufdd3"
-"""Enclose the text of `{% generation %}` blocks until their places are known."""
+_RENDERER = Limited("train.text.template_process", seconds=5, gib=2)
 _DEFAULT = "default"
 
 
 class ChatTemplate:
     """A template that writes a conversation as text.
 
-    Templates come with models, so they run in a sandbox and see only their arguments.
+    Templates come with models, so they run in a sandbox in a process of their own, with limits of
+    time and memory (`train.text.limited`), and see only their arguments.
 
     Attributes:
       source: the template.
@@ -46,19 +38,28 @@ class ChatTemplate:
           arguments: further arguments of the template, such as `enable_thinking`.
 
         Raises:
-          ValueError: the source is not Jinja.
+          ValueError: the source is not Jinja, or cannot be read within the limits.
         """
-        try:
-            self._template = _chat_environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
-        except RecursionError as error:
-            raise ValueError("the template is nested too deeply") from error
-        self.source = source
+        self.source, self._slow = source, ""
+        self._run(None)
         self.marks_answers = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         tokens = {name: token for name, token in names.items() if token is not None}
         self._arguments = {**tokens, **(arguments or {})}
+
+    def _run(self, values: Mapping[str, Any] | None) -> str:
+        """Returns the text of the template; None only reads it."""
+        if self._slow:  # Or each of a million records would take the time.
+            raise ValueError(self._slow)
+        try:
+            answer = _RENDERER.ask((self.source, values))
+        except AtLimitError as error:
+            reason = f"the template {error}"
+            self._slow = reason if error.is_slow else ""
+            raise ValueError(reason) from error
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
 
     def render(
         self,
@@ -90,23 +91,25 @@ class ChatTemplate:
           arguments: further arguments, before those of the template.
 
         Raises:
-          ValueError: the template refuses the conversation, or fails.
+          ValueError: the template refuses the conversation, fails, or is at a limit.
         """
+        values = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._arguments, **(arguments or {})},
-            )
-        except Exception as error:  # A template is a program: it may raise anything.
-            reason = f"{type(error).__name__}: {error}"
+            given = self._arguments | dict(arguments or {})
+            if same := values.keys() & given.keys():
+                raise ValueError(f"{', '.join(sorted(same))}: arguments that a template has anyway")
+            text = self._run(values | given)
+        except ValueError as error:
             raise ValueError(
-                f"the chat template (`--chat-template`) fails on it ({reason})"
+                f"the chat template (`--chat-template`) fails on it ({error})"
             ) from error
         places, letters, length = list[int](), [], 0
-        for part in re.split(f"[{_BEGIN}{_END}]", text):
+        for part in re.split(f"[{BEGIN}{END}]", text):
             letters.append(part)
             length += len(part)
             places.append(length)
@@ -141,7 +144,7 @@ def open_chat_template(
     elif not path.expanduser().is_file():
         raise FileNotFoundError(f"`--chat-template` is '{path}': there is no such file.")
     try:
-        source = path.expanduser().read_text(encoding="utf-8")
+        source = read_text(path.expanduser())
         if path.suffix == ".json":
             config = json.loads(source)
             source = _default_of(config.get("chat_template") if isinstance(config, dict) else None)
@@ -170,7 +173,7 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
         folder = path if path.is_dir() else path.parent
         for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
             file = folder / name
-            if file.is_file() and (name != CONFIG or "chat_template" in read_object(file)):
+            if file.exists() and (name != CONFIG or "chat_template" in read_object(file)):
                 return file
         others = sorted(folder.glob("additional_chat_templates/*.jinja"))
         if others:
@@ -204,55 +207,3 @@ def template_arguments(texts: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             arguments[name] = value
     return arguments
-
-
-class _Generation(jinja2.ext.Extension):
-    """Encloses the text of `{% generation %}`, which marks the assistant's text, in `_BEGIN`."""
-
-    tags: ClassVar = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        ends = [jinja2.nodes.Output([jinja2.nodes.TemplateData(x)], lineno=line) for x in _ENDS]
-        return [ends[0], *body, ends[1]]
-
-
-_ENDS = (_BEGIN, _END)
-
-
-class _Objects:
-    """`dict(...)` in templates, without the methods of the class."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[str, Any]:
-        return dict(*args, **values)
-
-
-@functools.cache
-def _chat_environment() -> jinja2.Environment:
-    """Returns the environment that `transformers.apply_chat_template` gives to templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    environment.globals["dict"] = _Objects()
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    **options: Any,
-) -> str:
-    """Returns JSON without the HTML escapes of Jinja's filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **options
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

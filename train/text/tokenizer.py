@@ -5,6 +5,7 @@ text: a document that contains `<|endoftext|>` is encoded letter by letter.
 """
 
 import abc
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import json
 import os
 import pathlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,17 +215,20 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # "fast" leaves out the places of tokens in the text.
-        encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
-        found = [one.ids for one in encoded]
-        for i, ids in enumerate(found):
-            if not self._loose.isdisjoint(ids):
-                found[i] = self._aliased[0].encode(texts[i], add_special_tokens=False).ids
-            self.check(found[i])
+        with _in_one_line():
+            encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+            found = [one.ids for one in encoded]
+            for i, ids in enumerate(found):
+                if not self._loose.isdisjoint(ids):
+                    found[i] = self._aliased[0].encode(texts[i], add_special_tokens=False).ids
+        for ids in found:
+            self.check(ids)
         return found
 
     def encode_marked(self, text: str) -> Encoded:
         if not is_marked(text):
-            encoding = self._with_special.encode(text, add_special_tokens=False)
+            with _in_one_line():
+                encoding = self._with_special.encode(text, add_special_tokens=False)
             if self._loose.isdisjoint(encoding.ids) or all(
                 text[start:stop].strip() == self.special[index]
                 for index, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
@@ -246,7 +250,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 letters.append(plain)
                 places += [start + end for end in ends]
             start = stop
-        encoding = inner.encode("".join(letters), add_special_tokens=False)
+        with _in_one_line():
+            encoding = inner.encode("".join(letters), add_special_tokens=False)
         self.check(encoding.ids)
         ends = [places[end - 1] if end else 0 for _, end in encoding.offsets]
         return Encoded(encoding.ids, ends)
@@ -287,7 +292,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return f"{self._inner.id_to_token(index)} [{index}]"
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
+        with _in_one_line():
+            return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def save(self, directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -305,6 +311,20 @@ class HuggingFaceTokenizer(Tokenizer):
         files = {**self._files, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Turns errors of `tokenizers` into a `ValueError`, also panics, which are no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the tokenizer (`--tokenizer`, or of `--checkpoint`) fails on a text ({reason})"
+        ) from error
 
 
 def _rename_pieces(model: dict[str, Any], names: Mapping[str, str]) -> None:

@@ -15,6 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.json_files import read_object
+from models.plain_files import check_plain, read_text
+from train.text.limited import AtLimitError, Limited
 from train.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from train.text.tokenizer import CONFIG, HuggingFaceTokenizer, Tokenizer
 from train.text.trained_tokenizer import END_OF_TEXT, byte_level
@@ -71,7 +73,7 @@ def load_tokenizer(path: pathlib.Path | str, flag: str = "--tokenizer") -> Token
         return _read(path)
     except ValueError as error:
         raise ValueError(f"`{flag}` is '{path}': {error}") from error
-    except Exception as error:  # `tokenizers` raises only `Exception`.
+    except Exception as error:  # `tokenizers` raises `Exception` itself.
         reason = " ".join(str(error).split())  # It may have several lines.
         raise ValueError(
             f"`{flag}` is '{path}': it cannot be read ({reason}). It may be truncated or of "
@@ -141,6 +143,7 @@ def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int)
 
 
 def _read(path: pathlib.Path) -> Tokenizer:
+    check_plain(path)
     folder = path.parent
     settings = _Settings(folder)
     settings.check_known(path)
@@ -148,9 +151,9 @@ def _read(path: pathlib.Path) -> Tokenizer:
         return settings.checked(
             SentencePieceTokenizer(
                 path.read_bytes(),
-                add_bos=bool(settings.config.get("add_bos_token", True)),
-                add_eos=bool(settings.config.get("add_eos_token", False)),
-                legacy=bool(settings.config.get("legacy", True)),
+                add_bos=settings.flag("add_bos_token", True),
+                add_eos=settings.flag("add_eos_token", False),
+                legacy=settings.flag("legacy", True),
                 source=settings.source(path),
             )
         )
@@ -162,10 +165,16 @@ def _read(path: pathlib.Path) -> Tokenizer:
     if path.name in ("vocab.json", "merges.txt"):
         inner = _read_vocab_and_merges(folder, settings)
         bos, eos = settings.names(inner)
-        before = [bos] if bos and settings.config.get("add_bos_token") else []
-        after = [eos] if settings.config.get("add_eos_token") else []
+        before = [bos] if bos and settings.flag("add_bos_token", False) else []
+        after = [eos] if settings.flag("add_eos_token", False) else []
     else:
+        _try(path)
         inner = tokenizers.Tokenizer.from_file(str(path))
+        if dropout := getattr(inner.model, "dropout", None):
+            raise ValueError(
+                f"it drops merges at random (`dropout` {dropout} in its model), so that a text has"
+                " other tokens each time: set it to null."
+            )
         _follow_class(inner, settings)
         settings.add_tokens(inner)
         before, after = _added_around(inner)
@@ -180,6 +189,21 @@ def _read(path: pathlib.Path) -> Tokenizer:
         source=settings.source(path),
         files=settings.files(),
     )
+
+
+_TRIAL = Limited("train.text.tokenizer_trial", seconds=10, gib=4)
+
+
+def _try(path: pathlib.Path) -> None:
+    """Raises a `ValueError` for a tokenizer.json that this process would not survive."""
+    try:
+        wrong = _TRIAL.ask(str(path.absolute()))
+    except AtLimitError as error:
+        raise ValueError(f"it {error}. Give another tokenizer.") from error
+    if wrong:
+        raise ValueError(
+            f"it cannot be read ({wrong}). It may be truncated or of another kind. Give {ACCEPTED}."
+        )
 
 
 _OF_THE_MODEL = ("config.json", "generation_config.json")
@@ -199,7 +223,7 @@ class _Settings:
             self.config |= self._object("special_tokens_map.json")
 
     def _object(self, name: str) -> dict[str, Any]:
-        if not (self._folder / name).is_file():
+        if not (self._folder / name).exists():
             return {}
         if name not in _OF_THE_MODEL:
             self._read.append(name)
@@ -209,7 +233,7 @@ class _Settings:
         """Returns the texts of the files that belong to a tokenizer wherever it is saved."""
         files = {CONFIG: json.dumps(self.config)} if self.config else {}
         template = self._folder / "chat_template.jinja"
-        return files | ({template.name: template.read_text("utf-8")} if template.is_file() else {})
+        return files | ({template.name: read_text(template)} if template.exists() else {})
 
     def source(self, path: pathlib.Path) -> str:
         """Returns the names of the files that were read."""
@@ -219,7 +243,9 @@ class _Settings:
     def class_name(self) -> str:
         """The class of the tokenizer in `transformers`, or ""."""
         name = self.config.get("tokenizer_class") or _CLASSES.get(self.model_type, "")
-        return str(name).removesuffix("Fast")
+        if not isinstance(name, str):
+            raise ValueError(f"its `tokenizer_class` must be a name, got {name!r}.")
+        return name.removesuffix("Fast")
 
     @property
     def model_type(self) -> str:
@@ -262,12 +288,28 @@ class _Settings:
 
     def other_special(self) -> list[str]:
         """Returns the names of further special tokens."""
-        extra = self.config.get("extra_special_tokens") or []
-        extra = list(extra.values()) if isinstance(extra, Mapping) else list(extra)
-        extra += self.config.get("additional_special_tokens") or []
+        extra: list[Any] = []
+        for name in ("extra_special_tokens", "additional_special_tokens"):
+            tokens = self.config.get(name) or []
+            if not isinstance(tokens, list | dict):
+                raise ValueError(f"its `{name}` must be a list of tokens, got {tokens!r}.")
+            extra += tokens.values() if isinstance(tokens, dict) else tokens
         kinds = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
         named = [self.config.get(kind) for kind in kinds]
         return [name for token in (*named, *extra) if (name := _content(token)) is not None]
+
+    def flag(self, name: str, default: bool, null: bool = False) -> bool:
+        """Returns a setting that is true or false.
+
+        Args:
+          name: its name.
+          default: what it is where it is missing.
+          null: what it is where it is null.
+        """
+        value = self.config.get(name, default)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"its `{name}` must be true or false, got {value!r}.")
+        return null if value is None else value
 
     def check_known(self, path: pathlib.Path) -> None:
         """Raises a `ValueError` for a setting that changes ids and is not followed here."""
@@ -375,12 +417,15 @@ def _follow_class(inner: tokenizers.Tokenizer, settings: _Settings) -> None:
     kind = settings.model_type
     if settings.class_name != "LlamaTokenizer" or is_bytes or kind == "mistral":
         return
-    space, legacy = settings.config.get("add_prefix_space"), settings.config.get("legacy", False)
+    space, legacy = (
+        settings.flag("add_prefix_space", True, null=True),
+        settings.flag("legacy", False),
+    )
     first = "always" if legacy else "first"
-    scheme = "never" if space is False else first
+    scheme = first if space else "never"
     inner.normalizer = None  # type: ignore[assignment]
     inner.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
-    strip = [] if space is False else [decoders.Strip(" ", 1, 0)]
+    strip = [decoders.Strip(" ", 1, 0)] if space else []
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     inner.decoder = decoders.Sequence(parts)
 
@@ -389,7 +434,7 @@ def _read_vocab_and_merges(directory: pathlib.Path, settings: _Settings) -> toke
     for name in ("vocab.json", "merges.txt"):
         if not (directory / name).exists():
             raise ValueError(f"there is no {name} next to it. Both files are needed.")
-    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads(read_text(directory / "vocab.json"))
     inner = byte_level(models.BPE(vocabulary, _read_merges(directory / "merges.txt")))
     if settings.class_name == "Qwen2Tokenizer":
         inner.normalizer = normalizers.NFC()
@@ -403,7 +448,7 @@ def _read_vocab_and_merges(directory: pathlib.Path, settings: _Settings) -> toke
 def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
     """Returns the pairs in `path`, in order, without a first line `#version...`."""
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line and not (number == 1 and line.startswith("#version")):
             pair = tuple(line.split(" "))
             if len(pair) != 2:
