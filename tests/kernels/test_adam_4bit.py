@@ -17,7 +17,6 @@ HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
 """Relative error of a decoded level and of a product."""
 LEVELS = np.float64([0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1])
-NAMES = ("reference", None)
 
 # Shape, group and dtype of gradients: a group that is left over and rows that fill no tile; two
 # matrices of several tiles; whole tiles.
@@ -32,11 +31,9 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 
 @functools.partial(jax.jit, static_argnums=4)
 def stepped(grad, mu, nu, corrections, hyper=tuple(HYPER.items())):
-    """Returns the results of both implementations, and the moments after and before as numbers."""
-    results = [
-        adam_4bit(grad, mu, nu, corrections, **dict(hyper), implementation=name) for name in NAMES
-    ]
-    return results, [[m.decode() for m in new[1:]] for new in results], (mu.decode(), nu.decode())
+    """Returns the results, and the moments after and before as numbers."""
+    results = adam_4bit(grad, mu, nu, corrections, **dict(hyper))
+    return results, [m.decode() for m in results[1:]], (mu.decode(), nu.decode())
 
 
 def zeros(shape, group):
@@ -79,7 +76,7 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     # Some entries have no gradient.
     grad[..., ::4] = 0
     corrections = np.float32([0.19, 0.0199])
-    results, decoded, (m, v) = stepped(grad, mu, nu, corrections)
+    (update, new_mu, new_nu), decoded, (m, v) = stepped(grad, mu, nu, corrections)
 
     m, v, g = f64(m), f64(v), f64(grad)
     first, second = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
@@ -87,46 +84,38 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     terms = 0.9 * abs(m) + 0.1 * abs(g)
     want = first / f64(corrections)[0] / divisor
     slack = (2 * LEVEL + 20 * TINY) * terms / f64(corrections)[0] / divisor
-    for (update, new_mu, new_nu), (m, v) in zip(results, decoded, strict=True):
-        assert update.dtype == "float32"
-        assert np.all(abs(f64(update) - want) <= slack)
-        for old, new in ((mu, new_mu), (nu, new_nu)):
-            assert jax.tree.structure(old) == jax.tree.structure(new)
-            assert [x.shape for x in jax.tree.leaves(old)] == [
-                x.shape for x in jax.tree.leaves(new)
-            ]
-        # Each number has the nearest level of its scale.
-        for moment, values in ((new_mu, abs(first)), (new_nu, second)):
-            np.testing.assert_allclose(moment.rows, values.max(-1, keepdims=True), rtol=8 * TINY)
-            np.testing.assert_allclose(moment.columns, values.max(-2, keepdims=True), rtol=8 * TINY)
-        smaller = np.minimum(abs(first).max(-1, keepdims=True), abs(first).max(-2, keepdims=True))
-        scaled = abs(first) / np.where(smaller > 0, smaller, 1)
-        grouped = np.pad(scaled, [(0, 0)] * (first.ndim - 1) + [(0, -shape[-1] % group)])
-        scale = grouped.reshape(*shape[:-1], -1, group).max(-1)
-        np.testing.assert_allclose(new_mu.scales, scale, rtol=16 * TINY)
-        scale = np.repeat(scale, group, axis=-1)[..., : shape[-1]]
-        unit = scaled / np.where(scale > 0, scale, 1)
-        error = abs(f64(m) - first)
-        assert np.all(error <= smaller * scale * (distance(unit, LEVELS) + 6 * LEVEL))
-        scale = np.minimum(second.max(-1, keepdims=True), second.max(-2, keepdims=True))
-        unit = second / np.where(scale > 0, scale, 1)
-        error = abs(f64(v) - second)
-        assert np.all(error <= scale * distance(unit, np.arange(1, 17) / 16) + 4 * LEVEL * scale)
-
-    # No number is so close to halfway between two levels that rounding decides.
-    for a, b in zip(*(result[1:] for result in results), strict=True):
-        np.testing.assert_array_equal(a.codes, b.codes)
+    m, v = decoded
+    assert update.dtype == "float32"
+    assert np.all(abs(f64(update) - want) <= slack)
+    for old, new in ((mu, new_mu), (nu, new_nu)):
+        assert jax.tree.structure(old) == jax.tree.structure(new)
+        assert [x.shape for x in jax.tree.leaves(old)] == [x.shape for x in jax.tree.leaves(new)]
+    # Each number has the nearest level of its scale.
+    for moment, values in ((new_mu, abs(first)), (new_nu, second)):
+        np.testing.assert_allclose(moment.rows, values.max(-1, keepdims=True), rtol=8 * TINY)
+        np.testing.assert_allclose(moment.columns, values.max(-2, keepdims=True), rtol=8 * TINY)
+    smaller = np.minimum(abs(first).max(-1, keepdims=True), abs(first).max(-2, keepdims=True))
+    scaled = abs(first) / np.where(smaller > 0, smaller, 1)
+    grouped = np.pad(scaled, [(0, 0)] * (first.ndim - 1) + [(0, -shape[-1] % group)])
+    scale = grouped.reshape(*shape[:-1], -1, group).max(-1)
+    np.testing.assert_allclose(new_mu.scales, scale, rtol=16 * TINY)
+    scale = np.repeat(scale, group, axis=-1)[..., : shape[-1]]
+    unit = scaled / np.where(scale > 0, scale, 1)
+    error = abs(f64(m) - first)
+    assert np.all(error <= smaller * scale * (distance(unit, LEVELS) + 6 * LEVEL))
+    scale = np.minimum(second.max(-1, keepdims=True), second.max(-2, keepdims=True))
+    unit = second / np.where(scale > 0, scale, 1)
+    error = abs(f64(v) - second)
+    assert np.all(error <= scale * distance(unit, np.arange(1, 17) / 16) + 4 * LEVEL * scale)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_both_draw_the_same_random_bits(case):
+def test_random_bits_decide_between_two_levels(case):
     shape, group, _ = case
-    # Products of these are exact, so that the hash of both programs is that of the same number.
     grad = normal(*shape, seed=2).astype("bfloat16")
     hyper = tuple((HYPER | {"b1": 0.5, "b2": 0.5}).items())
     args = *zeros(shape, group), np.float32([0.5, 0.5])
-    (random, same), (near, _) = (stepped(grad, *args, hyper)[0] for args in (args, nearest(args)))
-    jax.tree.map(np.testing.assert_array_equal, random[1:], same[1:])
+    random, near = (stepped(grad, *args, hyper)[0] for args in (args, nearest(args)))
     for a, b in zip(random[1:], near[1:], strict=True):
         assert np.mean(np.asarray(a.codes) != np.asarray(b.codes)) > 0.1
 
@@ -135,40 +124,35 @@ def test_both_draw_the_same_random_bits(case):
 def test_zero_huge_and_tiny_numbers(scale):
     shape, group, _ = CASES[0]
     grad = np.float32(scale) * normal(*shape, seed=3)
-    results, decoded, _ = stepped(grad, *zeros(shape, group), np.float32([0.1, 0.01]))
-    for (update, *_), moments in zip(results, decoded, strict=True):
-        first, second = map(f64, moments)
-        assert all(np.isfinite(x).all() for x in (update, first, second))
-        if not scale:
-            assert not any(np.any(x) for x in (update, first, second))
-            continue
-        largest = 0.1 * abs(f64(grad)).max()
-        assert abs(first).max() == pytest.approx(largest, rel=1e-6)
-        assert np.all(abs(first - 0.1 * f64(grad)) <= 0.23 * largest)
-        # A second moment never becomes zero.
-        assert np.all(second > 0)
-        assert second.max() == pytest.approx(0.01 * (f64(grad) ** 2).max(), rel=1e-5)
+    (update, *_), moments, _ = stepped(grad, *zeros(shape, group), np.float32([0.1, 0.01]))
+    first, second = map(f64, moments)
+    assert all(np.isfinite(x).all() for x in (update, first, second))
+    if not scale:
+        assert not any(np.any(x) for x in (update, first, second))
+        return
+    largest = 0.1 * abs(f64(grad)).max()
+    assert abs(first).max() == pytest.approx(largest, rel=1e-6)
+    assert np.all(abs(first - 0.1 * f64(grad)) <= 0.23 * largest)
+    # A second moment never becomes zero.
+    assert np.all(second > 0)
+    assert second.max() == pytest.approx(0.01 * (f64(grad) ** 2).max(), rel=1e-5)
 
 
 def test_the_first_pass_returns_the_maxima_of_tiles():
     shape, group, _ = CASES[1]
     grad, maxima = normal(*shape, seed=4), functools.partial(MAXIMA, b1=0.5, b2=0.5)
-    run = jax.jit(lambda *args: [maxima(*args, implementation=name) for name in NAMES])
-    for maxima_of_tiles in run(grad, *zeros(shape, group)):
-        for i, moment in enumerate((0.5 * abs(f64(grad)), 0.5 * f64(grad) ** 2)):
-            padded = np.pad(moment, [(0, 0), (0, 11), (0, 212)]).reshape(2, 2, 16, 2, 256)
-            rows = padded.max(-1).reshape(2, 32, 2)[:, :21]
-            np.testing.assert_allclose(maxima_of_tiles[2 * i], rows, rtol=4 * TINY)
-            columns = padded.max(2).reshape(2, 2, 512)[..., :300]
-            np.testing.assert_allclose(maxima_of_tiles[2 * i + 1], columns, rtol=4 * TINY)
+    maxima_of_tiles = jax.jit(maxima)(grad, *zeros(shape, group))
+    for i, moment in enumerate((0.5 * abs(f64(grad)), 0.5 * f64(grad) ** 2)):
+        padded = np.pad(moment, [(0, 0), (0, 11), (0, 212)]).reshape(2, 2, 16, 2, 256)
+        rows = padded.max(-1).reshape(2, 32, 2)[:, :21]
+        np.testing.assert_allclose(maxima_of_tiles[2 * i], rows, rtol=4 * TINY)
+        columns = padded.max(2).reshape(2, 2, 512)[..., :300]
+        np.testing.assert_allclose(maxima_of_tiles[2 * i + 1], columns, rtol=4 * TINY)
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def factored_steps(grad, mu, means, corrections, hyper):
-    return [
-        adam_4bit(grad, mu, means, corrections, **dict(hyper), implementation=name)
-        for name in NAMES
-    ]
+    return adam_4bit(grad, mu, means, corrections, **dict(hyper))
 
 
 @every
@@ -179,7 +163,7 @@ def test_a_factored_moment_is_that_of_adafactor(case):
     means = Means(np.square(nu.rows) + np.float32(1e-3), np.square(nu.columns) + np.float32(1e-3))
     corrections = np.float32([0.19, 0.0199])
     hyper = HYPER | {"eps_squared": 1e-2}
-    results = factored_steps(grad, mu, means, corrections, tuple(hyper.items()))
+    update, new_mu, new = factored_steps(grad, mu, means, corrections, tuple(hyper.items()))
 
     m, squares = f64(jax.jit(lambda mu: mu.decode())(mu)), f64(grad) ** 2 + 1e-2
     rows, columns = (
@@ -193,14 +177,12 @@ def test_a_factored_moment_is_that_of_adafactor(case):
     # Means of at most 512 squares, and the mean of the rows, are rounded sums; a root halves it.
     terms = 0.9 * abs(m) + 0.1 * abs(f64(grad))
     slack = (2 * LEVEL + 100 * TINY) * terms / f64(corrections)[0] / divisor
-    for update, new_mu, new in results:
-        assert np.all(abs(f64(update) - want) <= slack)
-        np.testing.assert_allclose(new.rows, rows, rtol=50 * TINY)
-        np.testing.assert_allclose(new.columns, columns, rtol=50 * TINY)
-        np.testing.assert_allclose(
-            new_mu.rows, abs(first).max(-1, keepdims=True), rtol=8 * TINY, atol=1e-12
-        )
-    np.testing.assert_array_equal(results[0][1].codes, results[1][1].codes)
+    assert np.all(abs(f64(update) - want) <= slack)
+    np.testing.assert_allclose(new.rows, rows, rtol=50 * TINY)
+    np.testing.assert_allclose(new.columns, columns, rtol=50 * TINY)
+    np.testing.assert_allclose(
+        new_mu.rows, abs(first).max(-1, keepdims=True), rtol=8 * TINY, atol=1e-12
+    )
 
 
 def test_an_update_is_zero_where_the_squares_of_a_gradient_overflow():
@@ -209,6 +191,6 @@ def test_an_update_is_zero_where_the_squares_of_a_gradient_overflow():
     means = Means(np.zeros((*shape[:-1], 1), "float32"), np.zeros((1, shape[-1]), "float32"))
     hyper = tuple((HYPER | {"eps_squared": 1e-30}).items())
     mu, _ = zeros(shape, group)
-    for update, new_mu, _ in factored_steps(grad, mu, means, np.float32([0.1, 0.01]), hyper):
-        assert not np.any(update)
-        assert np.isfinite(new_mu.rows).all()
+    update, new_mu, _ = factored_steps(grad, mu, means, np.float32([0.1, 0.01]), hyper)
+    assert not np.any(update)
+    assert np.isfinite(new_mu.rows).all()

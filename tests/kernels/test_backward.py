@@ -14,17 +14,15 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 
 EPS = 1e-4
-BOTH = (None, "reference")
 NORM = functools.partial(rms_norm_backward, eps=EPS)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-def backward(kernel, implementations, args, with_value=True):
-    """Returns the results of each implementation, and the decoded inputs."""
-    run = functools.partial(kernel, with_value=with_value)
-    results = [run(*args, implementation=name) for name in implementations]
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def backward(kernel, args, with_value=True):
+    """Returns the results, and the decoded inputs."""
+    results = kernel(*args, with_value=with_value)
     is_code = lambda x: isinstance(x, QuantizedCode)  # noqa: E731
-    decoded = [dequantize(x, implementation="reference") if is_code(x) else x for x in args]
+    decoded = [dequantize(x) if is_code(x) else x for x in args]
     return results, decoded
 
 
@@ -109,22 +107,21 @@ def test_the_reference_is_the_oracle(name, x64):
     make, *arguments = CASES[name]
     wide = ["float64" if argument == "bfloat16" else argument for argument in arguments]
     kernel, oracle, args = make(*wide)
-    (results,), decoded = backward(kernel, ("reference",), args)
+    results, decoded = backward(kernel, args)
     for got, want, bound in zip(results, *oracle(*map(f64, decoded)), strict=True):
         assert got.dtype == "float64"
         assert np.all(abs(got - want) <= 2.0**-53 * bound + 1e-15)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_implementations_agree(name):
+def test_values_and_gradients_are_those_of_the_oracle(name):
     kernel, oracle, args = problem(name)
-    results, decoded = backward(kernel, BOTH, args)
+    results, decoded = backward(kernel, args)
     # Each operation errs by 2^-24 of the bound of its terms.
     dtypes = (args[2].dtype, args[2].dtype, args[1].dtype)
-    for a, b, want, bound, dtype in zip(*results, *oracle(*map(f64, decoded)), dtypes, strict=True):
-        assert a.dtype == dtype
-        assert_near(a, want, TINY * bound)
-        assert_same(a, b, 2 * TINY * bound)
+    for got, want, bound, dtype in zip(results, *oracle(*map(f64, decoded)), dtypes, strict=True):
+        assert got.dtype == dtype
+        assert_near(got, want, TINY * bound)
 
 
 @pytest.mark.parametrize(
@@ -133,35 +130,32 @@ def test_implementations_agree(name):
 def test_padding_is_zero_and_all_else_as_without_it(name, features):
     kernel, _, args = problem(name)
     padded = functools.partial(kernel, features=features)
-    results, plain = (backward(fun, BOTH, args)[0] for fun in (padded, kernel))
-    for result, whole in zip(results, plain, strict=True):
-        for got, want in zip(result, whole, strict=True):
-            np.testing.assert_array_equal(got[..., :features], want[..., :features])
-            assert not np.any(got[..., features:])
-            assert np.any(want[..., features:])
+    results, plain = (backward(fun, args)[0] for fun in (padded, kernel))
+    for got, want in zip(results, plain, strict=True):
+        np.testing.assert_array_equal(got[..., :features], want[..., :features])
+        assert not np.any(got[..., features:])
+        assert np.any(want[..., features:])
 
 
 @pytest.mark.parametrize("name", ["norm, an array", "swiglu, normal levels"])
 def test_without_value_it_is_none(name):
     kernel, _, args = problem(name)
-    results, with_value = (backward(kernel, BOTH, args, value)[0] for value in (False, True))
-    for (value, *gradients), (_, *wanted) in zip(results, with_value, strict=True):
-        assert value is None
-        # A program of the same operations, fused in another way.
-        for got, want in zip(gradients, wanted, strict=True):
-            assert_same(got, want, 4 * TINY * abs(f64(want)))
+    (value, *gradients), (_, *wanted) = (backward(kernel, args, x)[0] for x in (False, True))
+    assert value is None
+    # A program of the same operations, fused in another way.
+    for got, want in zip(gradients, wanted, strict=True):
+        assert_same(got, want, 4 * TINY * abs(f64(want)))
 
 
 def test_an_addend_is_added_to_the_rounded_gradient():
     _, _, (x, scale, dy) = problem("norm, an array")
-    for implementation in BOTH:
-        run = functools.partial(rms_norm_backward, eps=EPS, implementation=implementation)
-        (value, dx, dscale), (same, total, other) = jax.jit(
-            lambda *args, run=run: (run(*args), run(*args, args[2][::-1]))
-        )(x, scale, dy)
-        assert_same(total, dx + dy[::-1], 2 * TINY * abs(f64(dx)))
-        for got, want in ((same, value), (other, dscale)):
-            assert_same(got, want, 4 * TINY * abs(f64(want)))
+    run = functools.partial(rms_norm_backward, eps=EPS)
+    (value, dx, dscale), (same, total, other) = jax.jit(
+        lambda *args: (run(*args), run(*args, args[2][::-1]))
+    )(x, scale, dy)
+    assert_same(total, dx + dy[::-1], 2 * TINY * abs(f64(dx)))
+    for got, want in ((same, value), (other, dscale)):
+        assert_same(got, want, 4 * TINY * abs(f64(want)))
 
 
 def test_missing_rows_of_the_last_program_add_nothing_if_eps_is_zero():
@@ -175,6 +169,6 @@ def test_missing_rows_of_the_last_program_add_nothing_if_eps_is_zero():
 
 def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
     kernel, _, (x, scale, dy) = problem("norm, many rows")
-    for value, dx, _ in backward(kernel, BOTH, (x, scale, dy))[0]:
-        np.testing.assert_array_equal(value[0], 0)
-        np.testing.assert_allclose(dx[0], dy[0] * scale / np.sqrt(EPS), rtol=8 * TINY)
+    value, dx, _ = backward(kernel, (x, scale, dy))[0]
+    np.testing.assert_array_equal(value[0], 0)
+    np.testing.assert_allclose(dx[0], dy[0] * scale / np.sqrt(EPS), rtol=8 * TINY)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pathlib
-import re
 from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
@@ -362,14 +361,12 @@ class AdapterConfig:
     """Also write the model with its adapters merged when the run is done."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, calibration_batches=self.calibration_batches)
+        check_at_least(1, lora_rank=self.lora_rank, calibration_batches=self.calibration_batches)
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"`--lora-alpha` must be in (0, inf), got {self.lora_alpha}.")
+        check_range(self, 1, "lora_dropout")
         check_range(self, math.inf, "recalibrate_every")
-        try:
-            self.lora  # noqa: B018
-        except ValueError as error:
-            # Its fields are those of `LoRAConfig`, without the names of the flags.
-            text = re.sub(r"^`(rank|alpha|dropout)` of the adapters", r"`--lora-\1`", str(error))
-            raise ValueError(text) from error
+        assert self.lora is not None  # Raises for an unknown target.
 
     @property
     def lora(self) -> LoRAConfig:

@@ -19,8 +19,8 @@ _DEFAULT = "default"
 class ChatTemplate:
     """A template that writes a conversation as text.
 
-    Templates come with models, so they run in a sandbox in a process of their own, with limits of
-    time and memory (`train.text.limited`), and see only their arguments.
+    Templates come with models. They run in a sandbox in a separate process with limits of time and
+    memory (`train.text.limited`), and see only their arguments.
 
     Attributes:
       source: the template.
@@ -49,7 +49,7 @@ class ChatTemplate:
 
     def _run(self, values: Mapping[str, Any] | None) -> str:
         """Returns the text of the template; None only reads it."""
-        if self._slow:  # Or each of a million records would take the time.
+        if self._slow:  # Otherwise each of a million records would take this long.
             raise ValueError(self._slow)
         try:
             answer = _RENDERER.ask((self.source, values))
@@ -102,7 +102,9 @@ class ChatTemplate:
         try:
             given = self._arguments | dict(arguments or {})
             if same := values.keys() & given.keys():
-                raise ValueError(f"{', '.join(sorted(same))}: arguments that a template has anyway")
+                raise ValueError(
+                    f"{', '.join(sorted(same))}: every template gets these from the conversation"
+                )
             text = self._run(values | given)
         except ValueError as error:
             raise ValueError(

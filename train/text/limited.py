@@ -1,8 +1,9 @@
-"""Functions of strangers' files in a process of their own, with limits of time and memory.
+"""Runs untrusted templates and tokenizers in a separate process, with limits of time and memory.
 
-Templates and tokenizers come with a model. They can loop for days, take all memory, or end their
-process, and no exception tells it. So a module answers requests in another process (`serve`), and
-the program asks it (`Limited`), which ends it at a limit.
+Templates and tokenizers come with a model. A damaged or hostile one can loop for days, allocate all
+memory, or abort its process, where Python raises no exception. A module that reads them answers
+requests in another process (`serve`). The program sends requests to it (`Limited`), and ends it
+when it exceeds a limit.
 """
 
 import atexit
@@ -11,22 +12,21 @@ import json
 import os
 import pickle
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 
 class AtLimitError(Exception):
-    """What a request did, after "it": "takes more than 10 s".
+    """A request exceeded a limit or ended the process: "takes more than 10 s".
 
     Attributes:
-      is_slow: whether it took too long, which it would do again.
+      is_slow: whether the request took too long; the same request would again.
     """
 
     def __init__(self, text: str, is_slow: bool = False) -> None:
@@ -34,31 +34,36 @@ class AtLimitError(Exception):
         self.is_slow = is_slow
 
 
-_PATIENCE = 60
-"""Seconds on the clock for a start; and ten times the processor time of a request is enough on a
-busy machine."""
+_START_SECONDS = 60
+"""Longest time of a start."""
+_BUSY = 10
+"""A request has so many times its processor time on the clock, for a busy machine."""
 
 
 class Limited:
-    """A process that answers requests. It starts at its first, and again after one at a limit."""
+    """A process that answers requests.
+
+    It starts at the first request, and starts again after a request that ended it.
+    """
 
     def __init__(self, module: str, *, seconds: float, gib: int) -> None:
         """Takes the limits.
 
         Args:
-          module: a module that calls `serve` when it is run.
+          module: a module that calls `serve` when it runs.
           seconds: longest processor time of a request.
           gib: GiB of addresses that the process may take.
         """
         self._module, self.seconds, self._gib = module, seconds, gib
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
         self._lock = threading.Lock()
 
     def ask(self, request: Any) -> Any:
-        """Returns the answer to a request, which is pickled; answers are JSON.
+        """Returns the answer to a request. Requests are pickled, answers are JSON.
 
         Raises:
-          AtLimitError: it is at a limit, or ended the process.
+          AtLimitError: the request exceeded a limit or ended the process.
           OSError: the process does not start.
           ValueError: the request cannot be pickled.
         """
@@ -67,17 +72,17 @@ class Limited:
         except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
             raise ValueError(f"a value cannot be passed on ({error})") from error
         with self._lock:
-            process = self._process or self._start()
+            connection = self._connection or self._start()
             try:
-                _write(_pipe(process.stdin), sent)
-                answer = _read(_pipe(process.stdout), 10 * self.seconds)
-            except OSError as error:
+                connection.send_bytes(sent)
+                answer = _received(connection, _BUSY * self.seconds)
+            except (EOFError, OSError) as error:
                 code = self._end()
                 if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
                     raise AtLimitError(f"takes more than {self.seconds:g} s", True) from None
                 name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 raise AtLimitError(f"ends the process that tries it ({name})") from None
-            except BaseException:  # Such as Ctrl-C: the answer would be that of the next request.
+            except BaseException:  # Such as Ctrl-C: the next request would get this answer.
                 self._end()
                 raise
         answer = json.loads(answer)
@@ -85,100 +90,76 @@ class Limited:
             raise AtLimitError(f"needs more than {self._gib} GiB")
         return answer["answer"]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Connection:
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module, str(self._gib)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Signals to all processes of a run let it save first.
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, str(theirs.fileno()), str(self._gib)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # A signal to the group of a run lets the run save first.
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
         atexit.register(self._end)
         try:
-            _read(_pipe(self._process.stdout), _PATIENCE)
-        except BaseException as error:
+            _received(self._connection, _START_SECONDS)
+        except (EOFError, OSError) as error:
             self._end()
-            if isinstance(error, OSError):
-                raise OSError(f"`python -m {self._module}` does not start ({error})") from error
+            raise OSError(f"`python -m {self._module}` does not start") from error
+        except BaseException:
+            self._end()
             raise
-        return self._process
+        return self._connection
 
     def _end(self) -> int:
         """Ends the process, and returns its exit code, or the negative number of its signal."""
         atexit.unregister(self._end)
         process, self._process = self._process, None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         if process is None:
             return 0
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                _pipe(stream).close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(0.2)  # It ends by itself if it is idle, or has ended.
+            return process.wait(0.2)  # An idle process ends when the connection closes.
         process.kill()
         return process.wait()
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answers requests from stdin on stdout until stdin is closed."""
+    """Answers requests until the connection closes, whose descriptor is an argument."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _limit(resource.RLIMIT_AS, int(sys.argv[1]) * 2**30)
+    _limit(resource.RLIMIT_AS, int(sys.argv[2]) * 2**30)
     _limit(resource.RLIMIT_CORE, 0)
-    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
-    with contextlib.suppress(OSError):
-        _write(answers, b"ready")
+    with contextlib.suppress(EOFError, OSError), Connection(int(sys.argv[1])) as connection:
+        connection.send_bytes(b"ready")
         while True:
-            seconds, request = pickle.loads(_read(requests))
+            seconds, request = pickle.loads(connection.recv_bytes())
             signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process.
             try:
                 result = json.dumps({"answer": answer(request)}).encode()
             except MemoryError:
                 result = b"{}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(answers, result)
+            connection.send_bytes(result)
+
+
+def _received(connection: Connection, seconds: float) -> bytes:
+    """Receives a message.
+
+    Raises:
+      EOFError: the other side ended.
+      TimeoutError: no message came in time.
+    """
+    if not connection.poll(seconds):
+        raise TimeoutError
+    return connection.recv_bytes()
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lowers a limit of this process, where the system has it."""
+    """Lowers a limit of this process, if the system has it."""
     _, most = resource.getrlimit(kind)
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, value))
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
-
-
-def _write(stream: IO[bytes], data: bytes) -> None:
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
-
-
-def _read(stream: IO[bytes], seconds: float | None = None) -> bytes:
-    """Reads what `_write` wrote, within some seconds.
-
-    Raises:
-      OSError: the other side ended.
-      TimeoutError: nothing came in time.
-    """
-    deadline = None if seconds is None else time.monotonic() + seconds
-    (size,) = struct.unpack("<Q", _exactly(stream, 8, deadline))
-    return _exactly(stream, size, deadline)
-
-
-def _exactly(stream: IO[bytes], size: int, deadline: float | None) -> bytes:
-    parts, missing = [], size
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    while missing:
-        if deadline is not None:
-            left = max(0.0, deadline - time.monotonic())
-            if not poll.poll(1000 * left):
-                raise TimeoutError
-        part = os.read(stream.fileno(), min(missing, 2**20))
-        if not part:
-            raise OSError("the other side ended")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)

@@ -16,9 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.json_files import read_object
 from models.plain_files import check_plain, read_text
-from train.text.limited import AtLimitError, Limited
 from train.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from train.text.tokenizer import CONFIG, HuggingFaceTokenizer, Tokenizer
+from train.text.tokenizer_trial import wrong_with
 from train.text.trained_tokenizer import END_OF_TEXT, byte_level
 
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -168,7 +168,8 @@ def _read(path: pathlib.Path) -> Tokenizer:
         before = [bos] if bos and settings.flag("add_bos_token", False) else []
         after = [eos] if settings.flag("add_eos_token", False) else []
     else:
-        _try(path)
+        if wrong := wrong_with(path):
+            raise ValueError(f"it {wrong}. Give {ACCEPTED}.")
         inner = tokenizers.Tokenizer.from_file(str(path))
         if dropout := getattr(inner.model, "dropout", None):
             raise ValueError(
@@ -189,21 +190,6 @@ def _read(path: pathlib.Path) -> Tokenizer:
         source=settings.source(path),
         files=settings.files(),
     )
-
-
-_TRIAL = Limited("train.text.tokenizer_trial", seconds=10, gib=4)
-
-
-def _try(path: pathlib.Path) -> None:
-    """Raises a `ValueError` for a tokenizer.json that this process would not survive."""
-    try:
-        wrong = _TRIAL.ask(str(path.absolute()))
-    except AtLimitError as error:
-        raise ValueError(f"it {error}. Give another tokenizer.") from error
-    if wrong:
-        raise ValueError(
-            f"it cannot be read ({wrong}). It may be truncated or of another kind. Give {ACCEPTED}."
-        )
 
 
 _OF_THE_MODEL = ("config.json", "generation_config.json")

@@ -1,6 +1,7 @@
-"""The program that tries a tokenizer: `tokenizers` in a process with limits.
+"""Tries a tokenizer.json in a separate process with limits of time and memory.
 
-Its library panics on some files, loops on others, and takes any memory.
+The library `tokenizers` panics on some files, loops on others, and allocates any memory. That
+process runs this module.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from train.text.limited import serve
+from train.text.limited import AtLimitError, Limited, serve
 
 _TEXTS = (
     "".join(map(chr, range(32, 127))) + "\n\n\t  \r\n",
@@ -22,11 +23,23 @@ _TEXTS = (
 )
 
 
-def answer(path: str) -> str:
-    """Returns what is wrong with a tokenizer.json; "" for nothing.
+_TRIAL = Limited("train.text.tokenizer_trial", seconds=10, gib=4)
 
-    Letters without a token are not wrong: a text that has them is refused when it comes.
+
+def wrong_with(path: pathlib.Path) -> str:
+    """Returns why this process would not survive a tokenizer.json, after "it"; "" if it would.
+
+    Letters without a token are accepted: a text that has them is refused when it is encoded.
     """
+    try:
+        reason = _TRIAL.ask(str(path.absolute()))
+    except AtLimitError as error:
+        return str(error)
+    return reason and f"cannot be read ({reason}). It may be truncated or of another kind"
+
+
+def _answer(path: str) -> str:
+    """Returns the error that a tokenizer.json raises on some texts; "" for none."""
     try:
         inner = tokenizers.Tokenizer.from_file(path)
         inner.no_truncation()
@@ -62,4 +75,4 @@ def _patterns(state: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve(_answer)
