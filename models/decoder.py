@@ -45,8 +45,10 @@ class Decoder(nnx.Module):
         std, vocabulary, d = config.init_std, config.vocab_size, config.hidden_size
         self.config = config
         self.embedding = normal(embedding_key, (vocabulary, d), std, weight_dtype)
-        self.layers = jax.vmap(lambda k: Block(config, weight_dtype, k))(
-            jax.random.split(layers_key, config.num_layers)
+        # One at a time: drawing takes some times the memory of what is drawn.
+        self.layers = jax.lax.map(
+            lambda k: Block(config, weight_dtype, k),
+            jax.random.split(layers_key, config.num_layers),
         )
         self.norm = nnx.Param(jnp.ones(d, weight_dtype))
         self.output = (

@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 
 from actjax.optim.states.host_states import HOST
@@ -27,31 +30,58 @@ def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainSta
     return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
 
 
+_TOGETHER = 2**26
+"""Bytes of the arrays that one program makes. Small models are made in one, which begins sooner."""
+
+
 def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainState:
     """Returns the state before the first step, where `shardings` says.
 
-    An array for the host is made on the device first: one such array exists there at a time.
+    Large arrays are made one at a time, and those whose programs take most memory first, while
+    there are few others: one program for all would take more than a step does.
 
     Args:
       recipe: the run.
       shardings: a sharding for each array.
-      *models: the pretrained decoder, which is donated; nothing to draw one.
+      *models: the pretrained decoder, whose arrays are those of the state; nothing to draw one.
     """
     places, treedef = jax.tree.flatten(shardings)
-
-    def arrays(indices: Sequence[int], *models: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(init_state(recipe, *models))
-        return [leaves[i] for i in indices]
-
-    made: dict[int, jax.Array] = {}
-    for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
-        (array,) = jax.jit(functools.partial(arrays, [i]))(*models)
-        made[i] = jax.device_put(array, places[i])
-    others = [i for i in range(len(places)) if i not in made]
-    rest = jax.jit(
-        functools.partial(arrays, others),
-        donate_argnums=tuple(range(len(models))),
-        out_shardings=[places[i] for i in others],
-    )
-    made |= zip(others, rest(*models), strict=True)
+    given = jax.tree.leaves(models)
+    init, shapes = jax.make_jaxpr(functools.partial(init_state, recipe), return_shape=True)(*models)
+    made = _given(init.jaxpr, given)
+    missing = [(i, x) for i, x in enumerate(jax.tree.leaves(shapes)) if i not in made]
+    on_host = {i for i, _ in missing if places[i].memory_kind == HOST}
+    programs = []
+    for indices in _groups(missing, on_host):
+        wanted = [i in indices for i in range(len(places))]
+        part, _ = partial_eval.dce_jaxpr(init.jaxpr, wanted, instantiate=True)
+        # An array for the host is made on the device.
+        targets = None if on_host.issuperset(indices) else [places[i] for i in indices]
+        fun = core.jaxpr_as_fun(core.ClosedJaxpr(part, init.consts))
+        program = jax.jit(fun, out_shardings=targets).lower(*given).compile()
+        programs.append((program.memory_analysis().temp_size_in_bytes, indices, program))
+    for _, indices, program in sorted(programs, key=lambda x: (-x[0], x[1])):
+        for i, array in zip(indices, program(*given), strict=True):
+            made[i] = jax.device_put(array, places[i]) if i in on_host else array
+            # Programs on the host would run side by side.
+            jax.block_until_ready(made[i])
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
+
+
+def _given(init: core.Jaxpr, given: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """Returns, by its index in the state, each array that the state takes as it was given."""
+    arrays = {id(x): array for x, array in zip(init.invars, given, strict=True)}
+    # An array that the state has twice is copied.
+    return {i: arrays.pop(id(x)) for i, x in enumerate(init.outvars) if id(x) in arrays}
+
+
+def _groups(leaves: Sequence[tuple[int, Any]], alone: Collection[int]) -> list[list[int]]:
+    """Returns the indices of arrays that one program makes: of many small ones, or of one."""
+    groups, size = list[list[int]](), math.inf
+    for i, x in leaves:
+        size += math.prod(x.shape) * x.dtype.itemsize
+        if size > _TOGETHER or i in alone:
+            groups.append([])
+            size = math.inf if i in alone else math.prod(x.shape) * x.dtype.itemsize
+        groups[-1].append(i)
+    return groups
