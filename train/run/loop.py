@@ -247,12 +247,14 @@ class _Trainer:
             state = jax.block_until_ready(state)
         # The previous step has ended by now, so that looking at it keeps the device busy.
         check_step(run, step - 1, last)
+        if self._progress.is_due(step - 1):
+            self._progress.log(step - 1, float(last["loss"]))
         run.state = state
         config = run.config
         is_last = step == config.steps
         if is_last or step % config.log_every == 0 or step == 1:
             self._log(step)
-        elif step == self._first or self._progress.is_silent():
+        elif step == self._first:
             self._progress.log(step, float(self._metrics["loss"]))
         with self._progress.paused():
             if is_last or step % config.eval_every == 0:

@@ -1,6 +1,7 @@
 """Progress of a run on the terminal."""
 
 import contextlib
+import datetime
 import time
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -17,12 +18,15 @@ _SHOWN = {
 }
 
 
-_SILENT = 60
+_SILENT = 30
 """Seconds without a line after which a step gets one, also between those of `--log-every`."""
 
 
 class Progress:
-    """A progress bar with loss, tokens/s and time left; lines of text without a terminal."""
+    """A progress bar with loss, tokens/s and time left; lines of text without a terminal.
+
+    The time left is that of the steps so far, with all that was done between them.
+    """
 
     def __init__(
         self,
@@ -40,34 +44,40 @@ class Progress:
         show: from tokens per second to a text.
         """
         self._console, self._tokens, self._show = console, tokens, show
+        self._start, self._steps = start, steps
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step"),
             rich.progress.MofNCompleteColumn(),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("loss {task.fields[loss]}"),
             rich.progress.TextColumn("{task.fields[speed]}"),
-            rich.progress.TextColumn("left"),
-            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.fields[left]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, completed=start, loss="-", speed="-")
-        self._logged, self._since, self._pause = start, time.perf_counter(), 0.0
+        empty = {"loss": "-", "speed": "-", "left": ""}
+        self._task = self._bar.add_task("", total=steps, completed=start, **empty)
+        self._began = time.perf_counter()
+        self._logged, self._since, self._pause = start, self._began, 0.0
 
     def log(self, step: int, loss: float) -> float:
         """Shows a loss, and returns the tokens per second since the last call without pauses."""
         now = time.perf_counter()
         speed = (step - self._logged) * self._tokens / (now - self._since - self._pause)
         self._logged, self._since, self._pause = step, now, 0.0
-        shown = self._show(speed)
-        self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=shown)
+        shown, left = self._show(speed), ""
+        if step < self._steps:
+            left = _left((now - self._began) / (step - self._start) * (self._steps - step))
+        fields = {"loss": f"{loss:.3f}", "speed": shown, "left": left}
+        self._bar.update(self._task, completed=step, **fields)
         if not self._console.is_terminal:
-            self._console.print(f"step {step}: loss {loss:.4f}, {shown}")
+            parts = [f"loss {loss:.4f}", shown, *([left] if left else [])]
+            self._console.print(f"step {step}: {', '.join(parts)}")
         return speed
 
-    def is_silent(self) -> bool:
-        """Returns whether the last line is long ago, as where a step takes minutes."""
-        return time.perf_counter() - self._since > _SILENT
+    def is_due(self, step: int) -> bool:
+        """Returns whether a step gets a line because the last one is long ago."""
+        return step > self._logged and time.perf_counter() - self._since > _SILENT
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,3 +97,14 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def _left(seconds: float) -> str:
+    """Returns a time such as "2 h 5 min left, ends Tue 14:05", with the day if it is another."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    shown = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    shown = f"{seconds:.0f} s" if seconds < 60 else shown
+    now = datetime.datetime.now()
+    end = now + datetime.timedelta(seconds=seconds)
+    day = "" if end.date() == now.date() else "%a " if (end - now).days < 6 else "%b %d, "
+    return f"{shown} left, ends {end:{day}%H:%M}"

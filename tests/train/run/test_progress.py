@@ -1,5 +1,6 @@
 """Progress on the terminal."""
 
+import datetime
 import io
 
 import pytest
@@ -36,8 +37,42 @@ def test_a_step_that_takes_long_is_due_for_a_line(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     progress = Progress(Console(file=io.StringIO()), start=0, steps=10, tokens=100)
-    assert not progress.is_silent()
+    assert not progress.is_due(1)
     now[0] = 61.0
-    assert progress.is_silent()
+    assert progress.is_due(1)
     progress.log(1, 2.0)
-    assert not progress.is_silent()
+    assert not progress.is_due(2)
+    now[0] = 122.0  # Saving may take long.
+    assert not progress.is_due(1)
+
+
+@pytest.mark.parametrize(
+    ("seconds_a_step", "expected"),
+    [
+        (1.0, "6 s left, ends 12:00"),
+        (60.0, "6 min left, ends 12:06"),
+        (3600.0, "6 h 0 min left, ends 18:00"),
+        (2 * 3600.0, "12 h 0 min left, ends Tue 00:00"),
+        (2 * 86400.0, "288 h 0 min left, ends Dec 12, 12:00"),
+    ],
+)
+def test_the_time_left_is_that_of_the_steps_so_far(monkeypatch, seconds_a_step, expected):
+    class Noon(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, 30, 12)
+
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("datetime.datetime", Noon)
+    console = Console(file=io.StringIO(), width=120)
+    progress = Progress(console, start=10, steps=20, tokens=100)
+    now[0] = 4 * seconds_a_step
+    progress.log(14, 1.0)
+    assert console.file.getvalue().endswith(f", {expected}\n")
+
+
+def test_the_last_step_leaves_no_time():
+    console = Console(file=io.StringIO(), width=120)
+    Progress(console, start=0, steps=2, tokens=100).log(2, 1.0)
+    assert console.file.getvalue().endswith(" tokens/s\n")
