@@ -26,10 +26,14 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
       arrays: real or complex, of any shapes.
     """
     squares = [_squares(x) for x in arrays]
+    # Not by promotion, which `jax_numpy_dtype_promotion="strict"` forbids.
+    dtypes = (x.dtype for x in squares)
+    dtype = max(dtypes, key=lambda x: x.itemsize, default=jnp.dtype(jnp.float32))
+    squares = [x.astype(dtype) for x in squares]
     if is_partitioned(arrays):
-        return sum(map(jnp.sum, squares), jnp.zeros(()))
+        return sum(map(jnp.sum, squares), jnp.zeros((), dtype))
     rows = (jnp.sum(x, axis=-1).reshape(-1) if x.ndim else x[None] for x in squares)
-    return jnp.sum(sum(map(in_parts, rows), jnp.zeros(PARTS)))
+    return jnp.sum(sum(map(in_parts, rows), jnp.zeros(PARTS, dtype)))
 
 
 def in_parts(sums: jax.Array) -> jax.Array:

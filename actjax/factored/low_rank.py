@@ -253,15 +253,13 @@ def global_norm(tree: Any) -> jax.Array:
     Args:
       tree: a pytree of arrays and `LowRank`s, such as a gradient.
     """
-    arrays, squares = [], []
+    arrays = []
     for leaf in jax.tree.leaves(tree, is_leaf=is_low_rank):
         if not is_low_rank(leaf):
             arrays.append(jnp.asarray(leaf))
-        elif leaf.orthonormal:
-            arrays.append(leaf.right)
         else:
-            squares.append(jnp.sum(leaf.norm() ** 2))
-    return jnp.sqrt(sum(squares, sum_of_squares(arrays)))
+            arrays.append(leaf.right if leaf.orthonormal else leaf.norm())
+    return jnp.sqrt(sum_of_squares(arrays))
 
 
 def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any, jax.Array]:

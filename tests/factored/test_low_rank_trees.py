@@ -85,6 +85,24 @@ def test_norm_clipping_and_scaling_are_those_of_the_dense_tree(dtype, x64):
     jax.tree.map(np.testing.assert_array_equal, dense_tree(half), halved)
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("float32", "bfloat16"), "float32"),
+        (("float32", "float64"), "float64"),
+        ((), "float32"),
+    ],
+)
+def test_the_global_norm_has_the_widest_dtype(dtypes, expected):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        tree = [jnp.full(3, 2, dtype) for dtype in dtypes]
+        tree += [LowRank(x[:, None], x[None]) for x in tree]
+        norm = global_norm(tree)
+    assert norm.dtype == expected
+    # Three numbers 2, and nine numbers 4.
+    np.testing.assert_allclose(norm, (len(dtypes) * (3 * 4 + 9 * 16)) ** 0.5, rtol=1e-6)
+
+
 def test_the_global_norm_of_narrow_arrays_is_summed_in_float32():
     # In bfloat16, a sum of ones stops at 256.
     ones = np.ones((64, 64), jnp.bfloat16)
