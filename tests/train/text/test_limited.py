@@ -18,9 +18,9 @@ PETABYTES = f"{{% set ns = namespace(x='a') %}}{{% for i in range(50) %}}{DOUBLE
 
 
 def test_a_template_is_stopped_at_a_limit_and_the_next_one_works(bpe, monkeypatch):
-    monkeypatch.setattr(chat, "_RENDERER", Limited(chat._RENDERER._module, seconds=1, gib=1))
+    monkeypatch.setattr(chat, "_RENDERER", Limited(chat._RENDERER._module, seconds=3, gib=1))
     for source, reason in (
-        (DAYS, "takes more than 1 s"),
+        (DAYS, "takes more than 3 s"),
         (PETABYTES, "needs more than 1 GiB"),
         ("{{ 'x' * 10 ** 10 }}", "needs more than 1 GiB"),
     ):
