@@ -6,13 +6,13 @@ tells a changed bit, and nothing about who changed it. A folder has the digests 
 ignore and other writers drop.
 """
 
-import contextlib
+import concurrent.futures
+import functools
 import json
-import mmap
+import os
 import pathlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import safetensors.numpy
@@ -25,11 +25,17 @@ BASE = "base_xxh3_128"
 """Entry of the metadata of an adapter: the digests of the tensors of its base, as JSON."""
 _KIND, _OF_FILES = "xxh3_128", "digest"
 _BLANK = xxhash.xxh3_128().digest_size * 2 * "0"
+_CHUNK = 2**20
+"""Bytes that are read at a time: a mapped file would count as memory of the process."""
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def write(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     """Writes the digests of files of a folder, or of folders in it, into it: all or none."""
-    named = {path.relative_to(folder).as_posix(): _of_file(path) for path in sorted(files)}
+    paths = sorted(files)
+    with _pool() as pool:
+        found = pool.map(_of_file, paths)
+    named = dict(zip((path.relative_to(folder).as_posix() for path in paths), found, strict=True))
     unfinished = folder / f".{FILE}"
     text = json.dumps({_KIND: named, _OF_FILES: _of_entries(named)}, indent=1)
     unfinished.write_text(text + "\n", encoding="utf-8")
@@ -66,7 +72,10 @@ def differing(folder: pathlib.Path, part: tuple[int, int] = (0, 1)) -> list[str]
     if named is None:
         return None
     i, count = part
-    return [name for name in list(named)[i::count] if not _is(folder / name, named[name])]
+    names = list(named)[i::count]
+    with _pool() as pool:
+        are = pool.map(lambda name: _is(folder / name, named[name]), names)
+    return [name for name, is_same in zip(names, are, strict=True) if not is_same]
 
 
 def check(folder: pathlib.Path) -> bool:
@@ -131,14 +140,12 @@ def of_tensors(files: Iterable[pathlib.Path]) -> dict[str, str]:
     A digest is of the bytes, the shape and the dtype.
     """
     found: dict[str, str] = {}
-    for path in sorted(files):
-        with _bytes(path) as data:
-            for name, entry, begin, end in _tensors(data):
-                kind = f"{entry['dtype']} {entry['shape']}".encode()
-                digest = xxhash.xxh3_128(kind)
-                with memoryview(data) as view, view[begin:end] as tensor:
-                    digest.update(tensor)
-                found[name] = digest.hexdigest()
+    with _pool() as pool:
+        for path in sorted(files):
+            parts = _parts(path)
+            found |= zip(
+                parts, pool.map(functools.partial(_of_part, path), parts.values()), strict=True
+            )
     return found
 
 
@@ -171,9 +178,25 @@ def _is(path: pathlib.Path, digest: str) -> bool:
     return path.is_file() and _of_file(path) == digest
 
 
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads, of which several read and compute at once."""
+    return concurrent.futures.ThreadPoolExecutor(_THREADS)
+
+
 def _of_file(path: pathlib.Path) -> str:
-    with _bytes(path) as data:
-        return xxhash.xxh3_128(data).hexdigest()
+    return _of_part(path, (b"", 0, path.stat().st_size))
+
+
+def _of_part(path: pathlib.Path, part: tuple[bytes, int, int]) -> str:
+    """Returns the digest of some bytes, and of those of a file from a begin to an end."""
+    prefix, begin, end = part
+    digest, chunk = xxhash.xxh3_128(prefix), memoryview(bytearray(min(_CHUNK, end - begin)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end and (count := file.readinto(chunk[: end - begin])):
+            digest.update(chunk[:count])
+            begin += count
+    return digest.hexdigest()
 
 
 def _of_content(path: pathlib.Path) -> str:
@@ -186,25 +209,20 @@ def _of_entries(entries: Mapping[str, str]) -> str:
     return xxhash.xxh3_128(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _bytes(path: pathlib.Path) -> Iterator[Any]:
-    """Yields the content of a file, of which no copy is made."""
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:  # Such a file cannot be mapped.
-            yield b""
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield data
-
-
-def _tensors(data: Any) -> Iterator[tuple[str, dict[str, Any], int, int]]:
-    """Yields name, entry, begin and end of each tensor of a file whose header has been checked.
+def _parts(path: pathlib.Path) -> dict[str, tuple[bytes, int, int]]:
+    """Returns dtype and shape, begin and end of each tensor of a file, whose header is sound.
 
     A file begins with the length of a JSON object, 8 bytes, which has the place of each tensor in
     the bytes after it.
     """
-    (length,) = struct.unpack("<Q", data[:8])
-    for name, entry in json.loads(data[8 : 8 + length]).items():
-        if name != "__metadata__":
-            begin, end = (8 + length + x for x in entry["data_offsets"])
-            yield name, entry, begin, end
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {
+        name: (
+            f"{entry['dtype']} {entry['shape']}".encode(),
+            *(8 + length + x for x in entry["data_offsets"]),
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -40,6 +40,7 @@ from train.planning.tables import chosen_flags, flags, rare_settings, size_text,
 from train.run.gpus import GIB
 from train.run.gradient_error import WHOLE
 from train.run.program import make_console
+from train.run.report import resident_bytes
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
@@ -220,9 +221,23 @@ def run(config: PlanConfig, console: Console) -> bool:
             line += f", error {measured.errors(one)[WHOLE].error:.4f}"
         console.print(line, highlight=False)
     console.print(table_of(rows, config.train, config.device))
+    if _shares_memory(config.device):
+        console.print(f"beside the peak, a run takes {_besides(config.device)}", highlight=False)
     if measured is not None:
         _print_errors(rows, measured, console)
     return True
+
+
+def _besides(device: str) -> str:
+    """Returns what is in the memory of a device beside a step. This process has compiled one."""
+    if _shares_memory(device):
+        return f"{size_text(resident_bytes())} for Python, JAX and its compiler"
+    return "0.5 GiB for the driver"
+
+
+def _shares_memory(device: str) -> bool:
+    """Returns whether a device is the CPU, whose memory the program has its place in too."""
+    return device == HERE and jax.default_backend() == "cpu"
 
 
 def _print_errors(rows: list[Compiled], measured: Measured, console: Console) -> None:
@@ -276,7 +291,8 @@ def choose(config: PlanConfig, console: Console, measured: Measured | None = Non
     if found.best is None:
         return False
     console.print(
-        f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n", highlight=False
+        f"found in {time.time() - began:.0f} s; leave {_besides(config.device)}:\n",
+        highlight=False,
     )
     command = _command(found.best.config, config)
     if rare := rare_settings(found.best.config):

@@ -99,6 +99,7 @@ def load(
             else:
                 array = tensors.read(row.tensor, shape, row.transposed, dtype)
                 fill(model, row.parameter, array, convert, put)
+            tensors.close()
     return model
 
 
@@ -195,6 +196,11 @@ class _Tensors:
                     f"{path} cannot be read ({error}): it is truncated or damaged. Copy it again."
                 ) from error
         return self._opened[file]
+
+    def close(self) -> None:
+        """Closes the files: what was read of a mapped file is in the memory of the process."""
+        self._stack.close()
+        self._opened.clear()
 
     def _array(self, file: str, name: str) -> np.ndarray:
         """Returns a tensor of a file as it is stored."""

@@ -24,7 +24,15 @@ from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
-from train.run.report import explain_step, print_model, print_tables, step_memory
+from train.run.report import (
+    explain_step,
+    print_host,
+    print_model,
+    print_tables,
+    resident_bytes,
+    step_memory,
+    tree_bytes,
+)
 from train.run.saved_settings import as_json, changed_rate, changed_settings, write_settings
 from train.run.sharding import reformatted, with_sharding
 from train.run.state import shardings_of_run
@@ -119,12 +127,19 @@ def begin(
         train_step = compile_step(recipe, mesh, shapes, shardings)
         memory = step_memory(recipe, shapes, explanation)
         temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-        print_tables(console, recipe, explanation, memory.with_workspace(temporaries))
+        memory = memory.with_workspace(temporaries)
+        if on_cpu := mesh.devices.flat[0].platform == "cpu":
+            process = resident_bytes() - (0 if state is None else tree_bytes(state))
+            memory = dataclasses.replace(memory, process=process)
+        print_tables(console, recipe, explanation, memory)
+        if not on_cpu:
+            print_host(console, recipe, shapes)
         for warning in config.warnings:
             console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
         for line in (summary, *remarks):
             console.print(line, markup=False, highlight=False, emoji=False)
         if state is None:
+            console.print("making the weights and the states of the optimizer", style="dim")
             state = first_state(shardings)
         else:
             state = dataclasses.replace(state, frozen=frozen(shardings.frozen))

@@ -109,7 +109,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
         handlers = {
-            "state": ocp.PyTreeCheckpointHandler(use_ocdbt=False),
+            # Compressed, the arrays would be written no sooner, from copies.
+            "state": ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False),
             "data": ocp.JsonCheckpointHandler(),
             "identity": ocp.JsonCheckpointHandler(),
         }
@@ -153,6 +154,9 @@ class Checkpoints:
             self._manager.wait_until_finished()  # As `save` does.
             self._saving, self._losses[step] = step, data.get("losses", {})
             self._manager.save(step, args=items)
+            if jax.default_backend() == "cpu":
+                # Orbax writes from the arrays, and a step beside it would work on copies of them.
+                self._manager.wait_until_finished()
 
     def _seal(self) -> None:
         """Writes the digests of a checkpoint whose arrays are on disk, in its temporary folder."""

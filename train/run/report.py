@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -69,6 +70,8 @@ class StepMemory:
       linear_residuals: inputs of linear operators, stored for the backward pass.
       other_residuals: everything else that is stored for the backward pass.
       workspace: further memory of the compiled program, over all devices; None if unknown.
+      process: memory of the process beside all of these, on a CPU: Python, JAX, its compiler and
+        the compiled program; None on other devices, which have memory of their own.
     """
 
     weights: int
@@ -77,6 +80,7 @@ class StepMemory:
     linear_residuals: int
     other_residuals: int
     workspace: int | None = None
+    process: int | None = None
 
     @property
     def total(self) -> int:
@@ -206,6 +210,29 @@ def print_tables(
     console.print(memory_table(memory, exact_memory(recipe) if compares else None))
 
 
+def print_host(console: Console, recipe: Recipe, state: TrainState) -> None:
+    """Prints what a run takes of the memory of the host, beside that of its devices.
+
+    Args:
+      console: where to print.
+      recipe: the run.
+      state: the training state, or its shapes.
+    """
+    saved = tree_bytes(dataclasses.replace(state, frozen=None)) // jax.process_count()
+    kept = bytes_on_host(recipe, state.optimizer) // jax.process_count()
+    parts = [
+        f"{_mib(resident_bytes())} MiB now",
+        f"{_mib(saved)} more while a checkpoint is written",
+    ]
+    parts += [f"{_mib(kept)} of optimizer states"] if kept else []
+    console.print(f"memory of the host: {', '.join(parts)}", highlight=False)
+
+
+def resident_bytes() -> int:
+    """Returns the memory that this process has at the moment, in bytes."""
+    return psutil.Process().memory_info().rss
+
+
 def memory_table(memory: StepMemory, exact: StepMemory | None = None) -> Table:
     """Returns the categories as a table, in MiB.
 
@@ -220,13 +247,15 @@ def memory_table(memory: StepMemory, exact: StepMemory | None = None) -> Table:
         table.add_column("exact, float32", justify="right")
     columns = [dataclasses.asdict(x) for x in (memory, exact) if x is not None]
     for column in columns:
-        del column["workspace"]
+        del column["workspace"], column["process"]
     for name in columns[0]:
         table.add_row(name.replace("_", " "), *(_mib(column[name]) for column in columns))
     if exact is not None:
         table.add_row("without workspace", *(_mib(sum(column.values())) for column in columns))
     if memory.workspace is not None:
         table.add_row("workspace", _mib(memory.workspace))
+    if memory.process is not None:
+        table.add_row("Python, JAX, its compiler", _mib(memory.process))
     return table
 
 
