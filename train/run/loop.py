@@ -256,12 +256,15 @@ class _Trainer:
             self._log(step)
         elif step == self._first:
             self._progress.log(step, float(self._metrics["loss"]))
-        with self._progress.paused():
-            if is_last or step % config.eval_every == 0:
-                self.evaluate(step)
-                self._recorder.draw()
-            if step % config.save_every == 0:
-                self.save()
+        evaluates = is_last or step % config.eval_every == 0
+        if evaluates or step % config.save_every == 0:
+            jax.block_until_ready(self._metrics)  # The time of the step is no pause.
+            with self._progress.paused():
+                if evaluates:
+                    self.evaluate(step)
+                    self._recorder.draw()
+                if step % config.save_every == 0:
+                    self.save()
 
     def evaluate(self, step: int) -> None:
         """Records and prints loss, perplexity and bits per byte on the held-out data."""
