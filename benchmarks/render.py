@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ladder, memory, pictures, recipes, record, soak
+from benchmarks import ladder, memory, pictures, recipes, record, soak, start
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
@@ -86,6 +86,10 @@ SECTIONS = {
         "an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
     ),
     "soak": Section("A run under random kills", soak.table, ("actjax", "models", "train")),
+    "start": Section(
+        "The first minutes of `llama_1b`, and its memory in GiB against the plan", start.table,
+        ("actjax", "models", "train", "benchmarks/start.py"),
+    ),
 }  # fmt: skip
 """By the names of their results, in the order of the page."""
 RECIPES = Section(

@@ -69,6 +69,7 @@ JOBS = {
         "benchmarks.soak",
         ("--steps", "200", "--kills", "3", "--save-every", "20", "--vocab-size", "512"),
     ),
+    "start": Job("benchmarks.start"),
 }  # fmt: skip
 """By the names of their results. Runs that take hours are not among them: their commands stand
 next to their tables in `docs/results/quality.md`."""
