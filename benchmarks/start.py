@@ -105,8 +105,8 @@ def watch(
             with contextlib.suppress(psutil.Error):
                 seen.resident.append((time.monotonic() - began, watched.memory_info().rss))
             if sent is None and when(seen):
-                process.send_signal(signal.SIGINT)
                 sent = time.monotonic() - began
+                process.send_signal(signal.SIGINT)
             time.sleep(_PERIOD)
     finally:
         process.kill()
@@ -155,9 +155,9 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 
 def row_of(title: str, seen: Watched, sent: float | None, folder: str) -> dict[str, Any]:
-    """Returns a run as a row: its lines, and its memory once in a second."""
-    lines = [[round(t, 2), line.replace(folder, "...")] for t, line in seen.lines if line.strip()]
-    answers = [[t, line] for t, line in lines if sent is not None and t >= sent - 0.01]
+    """Returns a run as a row: its lines, and the most memory of each second, in MiB."""
+    lines = [(t, line.replace(folder, "...")) for t, line in seen.lines if line.strip()]
+    answers = [[round(t, 2), line] for t, line in lines if sent is not None and t >= sent]
     moments = {"start": ("", "is running"), "steps": ("is running", ""), "whole": ("", "")}
     seconds: dict[int, int] = {}
     for t, size in seen.resident:
@@ -171,8 +171,8 @@ def row_of(title: str, seen: Watched, sent: float | None, folder: str) -> dict[s
         "longest_silence": _longest_silence(seen),
         "sent": sent,
         "answers": answers,
-        "lines": lines,
-        "resident": [[t, size] for t, size in seconds.items()],
+        "lines": [f"{t:6.1f} s  {line}" for t, line in lines],
+        "resident": " ".join(str(seconds.get(t, 0) // 2**20) for t in range(max(seconds) + 1)),
     }
 
 
