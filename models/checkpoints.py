@@ -77,8 +77,22 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
     """
     folder = find_checkpoint(path, weights=False)
     config = huggingface.read_config(folder)
-    fields = read_object(folder / "config.json")
-    return config, str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    return config, _dtype_of_weights(folder / "config.json")
+
+
+def _dtype_of_weights(path: pathlib.Path) -> str:
+    """Returns the dtype that a config.json names; float32 for float64, and if it names none."""
+    fields = read_object(path)
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.get(name)
+        if dtype in ("float64", "float32", "float16", "bfloat16"):
+            return "float32" if dtype == "float64" else dtype
+        if dtype is not None:
+            raise ValueError(
+                f"{path}: `{name}` must be float32, float16, bfloat16 or float64, got {dtype!r}:"
+                " correct it."
+            )
+    return "float32"
 
 
 def _folder(folder: pathlib.Path) -> pathlib.Path:

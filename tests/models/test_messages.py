@@ -16,7 +16,7 @@ from messages import assert_messages
 
 from actjax import PointApproximation, Quantized
 from models import CompressedResiduals, Decoder, ModelConfig, Remat, Storage, huggingface, preset
-from models.checkpoints import find_checkpoint, stop_ids
+from models.checkpoints import find_checkpoint, read_dimensions, stop_ids
 from models.folders import atomic_folder
 from models.generation import generate
 from models.likelihoods import log_likelihoods
@@ -221,9 +221,19 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
             (
                 written(folder / "generation_config.json", {"eos_token_id": ["</s>"]}, stop_ids),
                 "generation_config.json: `eos_token_id` must be an id",
-            )
+            ),
+            *(
+                (
+                    written(config, FIELDS | {name: value}, read_dimensions),
+                    f"config.json: `{name}` must be float32, float16, bfloat16 or float64, got",
+                )
+                for name, value in (("torch_dtype", "a"), ("dtype", 16), ("torch_dtype", [""]))
+            ),
         ],
     )
+    for dtype, expected in (("float64", "float32"), (None, "float32"), ("bfloat16", "bfloat16")):
+        config.write_text(json.dumps(FIELDS | {"torch_dtype": dtype}))
+        assert read_dimensions(folder)[1] == expected
     config.write_text(json.dumps(FIELDS))
 
     def holding(value, dtype):
