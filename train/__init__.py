@@ -1,1 +1,14 @@
 """Programs that train the models: run them with `python -m` from a checkout."""
+
+import atexit
+import contextlib
+import itertools
+import sys
+
+from train.run.signals import ending_on_ctrl_c
+
+if any(a == "-m" and b.startswith("train.") for a, b in itertools.pairwise(sys.orig_argv)):
+    # Importing JAX and the others takes seconds, and Ctrl-C in these is no error.
+    _interrupts = contextlib.ExitStack()
+    _interrupts.enter_context(ending_on_ctrl_c())
+    atexit.register(_interrupts.close)

@@ -112,8 +112,8 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         ffn_size=_integer(fields, "intermediate_size"),
         num_layers=_integer(fields, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(fields, "num_key_value_heads", heads),
-        head_size=_integer(fields, "head_dim", 128 if kind == "qwen3" else 0),
+        num_kv_heads=_integer(fields, "num_key_value_heads", heads, least=1),
+        head_size=_integer(fields, "head_dim", 128 if kind == "qwen3" else 0, least=1),
         max_seq_len=_integer(fields, "max_position_embeddings", 2048),
         norm_eps=_number(fields, "rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -219,15 +219,17 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _integer(
+    fields: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 0
+) -> int:
     """Returns a field, or the default (if there is one) for a missing field and for null."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
     if name not in fields:
         raise ValueError(f"`{name}` is missing.")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _SIZES:
-        raise ValueError(f"`{name}` must be an integer in [0, {_SIZES}), got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _SIZES:
+        raise ValueError(f"`{name}` must be an integer in [{least}, {_SIZES}), got {value!r}.")
     return value
 
 

@@ -106,12 +106,20 @@ def load(
 def check(folder: pathlib.Path | str) -> None:
     """Raises as `load` does for files that are missing, damaged or of other tensors.
 
-    Reads names and dtypes alone, so that a program finds these errors before it does other work.
+    Reads names, dtypes and shapes alone, so that a program finds these errors before it does other
+    work.
     """
     fields, config = _read_config(folder)
     with contextlib.ExitStack() as stack:
         tensors = _Tensors(pathlib.Path(folder), fields, stack)
         tensors.check_names(config, table(config))
+        model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
+        for row in table(config):
+            stored = parameter_of(model, row.parameter).get_value().shape
+            shape = published_shape(row.parameter, stored, config)
+            for layer in range(shape[0]) if row.stacked else [0]:
+                name = row.tensor.format(layer)
+                tensors.check_shape(name, shape[1:] if row.stacked else shape, row.transposed)
 
 
 class _Tensors:
@@ -282,6 +290,18 @@ class _Tensors:
                 f" {self._names[name + _SCALE]!r}: the file mixes two checkpoints."
             )
 
+    def check_shape(self, name: str, shape: tuple[int, ...], transposed: bool) -> None:
+        """Raises unless a tensor has the shape of a parameter."""
+        stored = self._names[name]
+        file = self._files[stored]
+        found = list(self._open(file).get_slice(stored).get_shape())
+        expected = list(shape[::-1] if transposed else shape)
+        if found != expected:
+            raise ValueError(
+                f"{self._folder / file}: {stored!r} has the shape {found}, but config.json requires"
+                f" {expected}."
+            )
+
     def _check_tied(self) -> None:
         head, embedding = (
             self._array(self._files[self._names[name]], self._names[name])
@@ -299,13 +319,8 @@ class _Tensors:
         """Returns a tensor as a parameter of the given shape."""
         stored = self._names[name]
         path = self._folder / self._files[stored]
+        self.check_shape(name, shape, transposed)
         array = self._array(path.name, stored)
-        expected = shape[::-1] if transposed else shape
-        if array.shape != expected:
-            raise ValueError(
-                f"{path}: {stored!r} has the shape {list(array.shape)}, but config.json requires"
-                f" {list(expected)}."
-            )
         if array.dtype == jnp.float8_e4m3fn and self._block is not None:
             scale = self._names[f"{name}{_SCALE}"]
             scales = self._array(self._files[scale], scale)

@@ -69,7 +69,7 @@ def _copy_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | Non
     for path in sorted(like.iterdir()):
         weights = path.suffix in (".safetensors", ".gguf", *PICKLES)
         weights = weights or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name != "config.json":
+        if path.is_file() and not weights and path.name not in ("config.json", digests.FILE):
             shutil.copyfile(path, scratch / path.name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # These weights are not quantized.

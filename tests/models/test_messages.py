@@ -115,6 +115,8 @@ def test_dimensions_of_checkpoints():
         ({"hidden_size": "24"}, "`hidden_size` must be an integer in [0, "),
         ({"num_attention_heads": None}, "`num_attention_heads` must be an integer"),
         ({"head_dim": [4]}, "got [4]"),
+        ({"head_dim": 0}, "`head_dim` must be an integer in [1, "),
+        ({"num_key_value_heads": 0}, "`num_key_value_heads` must be an integer in [1, "),
         ({"vocab_size": 10**30}, "`vocab_size` must be an integer in"),
         ({"model_type": ["llama"]}, "unsupported `model_type` ['llama']"),
         ({"rope_scaling": 7}, "the parameters of RoPE must be a JSON object, got 7"),
@@ -215,7 +217,11 @@ def test_checkpoints_that_do_not_fit(folder, tmp_path):
     ]
     assert_messages(
         ValueError,
-        [(written(config, FIELDS | changes, load), text) for changes, text in rows]
+        [
+            (written(config, FIELDS | changes, read), text)
+            for changes, text in rows
+            for read in (load, huggingface.check)
+        ]
         + [(written(config, content, load), text) for content, text in texts]
         + [
             (

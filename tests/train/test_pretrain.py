@@ -249,6 +249,23 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
             run(dataclasses.replace(again, **changes), console)
 
 
+def test_every_file_of_an_exported_model_is_compared_with_what_was_written(unbroken):
+    whole, _ = unbroken
+    check = PretrainConfig(check=whole.out)
+    run(check, quiet())
+    names = {path.name for path in (whole.out / "model").iterdir()} - {"digests.json"}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    for name in sorted(names):
+        path = whole.out / "model" / name
+        written = path.read_bytes()
+        path.write_bytes(bytes([*written[:-2], written[-2] ^ 1, written[-1]]))
+        with pytest.raises(BadRunError, match="is damaged: model"):
+            run(check, console := quiet())
+        assert f"model/{name} is damaged" in console.file.getvalue().replace("\n", "")
+        path.write_bytes(written)
+    run(check, quiet())
+
+
 def test_a_step_that_is_not_finite_stops_the_run_and_is_never_saved(folder):
     # The first step is finite, and the loss at its weights is not. The second step is saved, but
     # not logged.

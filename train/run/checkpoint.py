@@ -185,7 +185,16 @@ class Checkpoints:
                 item, *names = pathlib.PurePath(wrong[0]).parts
                 holds = f", the array {names[0]}" if item == "state" and len(names) > 1 else ""
                 raise self._damaged(step, f"{wrong[0]}{holds}, is not what was written")
+            if wrong is None and self._format(step) == _FORMAT:
+                raise self._damaged(step, f"its {digests.FILE} is missing")
         return wrong is not None
+
+    def _format(self, step: int) -> Any:
+        """Returns the version of a checkpoint; None if it cannot be read."""
+        try:
+            return read_object(self._folder(step) / "identity" / "metadata").get("format", 1)
+        except (OSError, ValueError):
+            return None
 
     def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the state of a checkpoint and its `data`.
@@ -199,13 +208,11 @@ class Checkpoints:
           ValueError: the checkpoint is damaged, or belongs to another run; then the message names
             what differs.
         """
-        has_digests = self.check(step)
+        self.check(step)
         saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         if not isinstance(saved, dict):
             raise self._damaged(step, "its identity is no object")
         written = saved.pop("format", 1)
-        if written == _FORMAT and not has_digests:
-            raise self._damaged(step, f"its {digests.FILE} is missing")
         if written not in (1, 2, _FORMAT):
             raise ValueError(
                 f"the checkpoint in {self._manager.directory} has format {written!r}, which a newer"

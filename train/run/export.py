@@ -114,6 +114,8 @@ class Trained:
             config = self.frozen().config
         hashed = self.identity.get("base")
         save_adapters(self.arrays, lora, folder, config, base=base, base_digests=hashed)
+        if hosts.is_main():
+            _write_digests(folder)
 
 
 def exports_only(config: PretrainConfig | FinetuneConfig) -> bool:
@@ -147,14 +149,20 @@ def write_model(
       tokenizer: tokenizer to write; None for that of `like`.
     """
     huggingface.save(model, folder, like=like)
-    if not hosts.is_main() or tokenizer is None:
+    if not hosts.is_main():
         return
-    tokenizer.save(folder)
-    ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_id)
-    values = dict(zip(_IDS, ids, strict=True))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _write_json(folder / "config.json", {**config, **values})
-    _write_json(folder / "generation_config.json", {"do_sample": False, **values})
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_id)
+        values = dict(zip(_IDS, ids, strict=True))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _write_json(folder / "config.json", {**config, **values})
+        _write_json(folder / "generation_config.json", {"do_sample": False, **values})
+    _write_digests(folder)
+
+
+def _write_digests(folder: pathlib.Path) -> None:
+    digests.write(folder, (file for file in folder.rglob("*") if file.is_file()))
 
 
 def replace_folder(
@@ -185,7 +193,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path, *, is_new: bool) 
     if hosts.is_main() and (is_new or not path.exists()):
         shutil.rmtree(path, ignore_errors=True)
         tokenizer.save(path)
-        digests.write(path, (file for file in path.rglob("*") if file.is_file()))
+        _write_digests(path)
 
 
 def tokenizer_of_run(folder: pathlib.Path) -> Tokenizer:

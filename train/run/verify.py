@@ -28,11 +28,9 @@ def verify(folder: pathlib.Path, console: Console) -> int:
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, read_only=True)
         for step in checkpoints.steps():
             parts[f"checkpoint of step {step}"] = lambda step=step: checkpoints.check(step)
-    exports = [path for name in (MODEL, ADAPTER) for path in folder.glob(f"{name}/*.safetensors")]
-    for path in sorted(exports):
-        parts[f"{path.parent.name}/{path.name}"] = lambda path=path: digests.check_tensors(path)
-    if (folder / TOKENIZER).is_dir():
-        parts["tokenizer"] = lambda: digests.check(folder / TOKENIZER)
+    for name in (MODEL, ADAPTER, TOKENIZER):
+        if (folder / name).is_dir():
+            parts[name] = lambda name=name: digests.check(folder / name)
     if (folder / "settings.json").is_file():
         parts["settings.json"] = lambda: digests.check(folder)
     if not parts:

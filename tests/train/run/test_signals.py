@@ -1,5 +1,6 @@
 """Signals to stop: acknowledged within a moment, whatever the program does."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,28 @@ def test_before_the_first_step_ctrl_c_ends_the_program_at_once():
     program.send_signal(signal.SIGINT)
     assert program.communicate(timeout=60) == ("", "interrupted\n")
     assert program.returncode == 130
+
+
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "evaluate", "plan"])
+def test_while_a_program_imports_ctrl_c_ends_it_at_once(name, tmp_path):
+    # In place of a package that is read from disk.
+    (tmp_path / "jax.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(60)\n")
+    program = subprocess.Popen(
+        [sys.executable, "-m", f"train.{name}"], cwd=REPOSITORY, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert program.stdout.readline() == "ready\n"
+    program.send_signal(signal.SIGINT)
+    assert program.communicate(timeout=30) == ("", "interrupted\n")
+    assert program.returncode == 130
+
+
+def test_who_imports_the_package_keeps_their_handlers():
+    program = "import signal, train; print(signal.getsignal(signal.SIGINT).__name__)"
+    line = [sys.executable, "-c", program, "-m"]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "default_int_handler\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
