@@ -225,7 +225,7 @@ def index(draw: Draw, folder: pathlib.Path) -> Case:
 _NO_SETTINGS: dict[str, tuple[Any, ...]] = {
     "r": (0, -1, 1, 3, 1.5, "2", None, [2], 10**30),
     "lora_alpha": (0, -1, "16", None, [], 10**400, float("nan")),
-    "target_modules": ("all-linear", [], ["q_proj"], ["qq_proj"], [1], {}, None, [None]),
+    "target_modules": ([], ["q_proj"], ["qq_proj"], [1], {}, None, [None]),
 }
 
 

@@ -23,6 +23,7 @@ from train.run.export import ADAPTER, MODEL, TOKENIZER, save_tokenizer
 from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
+from train.run.progress import saying
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import (
     explain_step,
@@ -102,11 +103,13 @@ def begin(
     identity = as_json(parts)
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     print_model(console, recipe, shapes)
-    console.print("compiling a step, which takes a minute or more on a CPU", style="dim")
-    # A new run whose codecs do not fit writes nothing.
-    explanation = None if config.resume else explain_step(recipe, shapes)
-    hosts.check_equal(_shared_settings(user_config, identity))
     with contextlib.ExitStack() as on_error:
+        compiling = on_error.enter_context(contextlib.ExitStack())
+        said = "compiling a step, which takes a minute or more on a CPU"
+        compiling.enter_context(saying(console, said))
+        # A new run whose codecs do not fit writes nothing.
+        explanation = None if config.resume else explain_step(recipe, shapes)
+        hosts.check_equal(_shared_settings(user_config, identity))
         with hosts.failing_together():
             if hosts.is_main():
                 check_installed(config.log_to)
@@ -131,6 +134,7 @@ def begin(
         if on_cpu := mesh.devices.flat[0].platform == "cpu":
             process = resident_bytes() - (0 if state is None else tree_bytes(state))
             memory = dataclasses.replace(memory, process=process)
+        compiling.close()
         print_tables(console, recipe, explanation, memory)
         if not on_cpu:
             print_host(console, recipe, shapes)
@@ -139,8 +143,8 @@ def begin(
         for line in (summary, *remarks):
             console.print(line, markup=False, highlight=False, emoji=False)
         if state is None:
-            console.print("making the weights and the states of the optimizer", style="dim")
-            state = first_state(shardings)
+            with saying(console, "making the weights and the states of the optimizer"):
+                state = first_state(shardings)
         else:
             state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
             console.print(f"resuming from step {int(state.step)} in {config.folder}")

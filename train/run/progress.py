@@ -2,9 +2,10 @@
 
 import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import rich.progress
 from rich.console import Console
@@ -20,6 +21,30 @@ _SHOWN = {
 
 _SILENT = 30
 """Seconds without a line after which a step gets one, also between those of `--log-every`."""
+
+
+@contextlib.contextmanager
+def saying(console: Console, what: str) -> Iterator[None]:
+    """Context of work that may take minutes: prints what it is, and how long it has taken so far.
+
+    Args:
+      console: where to print.
+      what: the work.
+    """
+    console.print(what, style="dim")
+    began, done = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not done.wait(_SILENT):
+            console.print(f"{what}: {time.perf_counter() - began:.0f} s so far", style="dim")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class Progress:
@@ -55,7 +80,7 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
         )
-        empty = {"loss": "-", "speed": "-", "left": ""}
+        empty: dict[str, Any] = {"loss": "-", "speed": "-", "left": ""}
         self._task = self._bar.add_task("", total=steps, completed=start, **empty)
         self._began = time.perf_counter()
         self._logged, self._since, self._pause = start, self._began, 0.0
@@ -68,7 +93,7 @@ class Progress:
         shown, left = self._show(speed), ""
         if step < self._steps:
             left = _left((now - self._began) / (step - self._start) * (self._steps - step))
-        fields = {"loss": f"{loss:.3f}", "speed": shown, "left": left}
+        fields: dict[str, Any] = {"loss": f"{loss:.3f}", "speed": shown, "left": left}
         self._bar.update(self._task, completed=step, **fields)
         if not self._console.is_terminal:
             parts = [f"loss {loss:.4f}", shown, *([left] if left else [])]

@@ -59,7 +59,8 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
         targets = None if on_host.issuperset(indices) else [places[i] for i in indices]
         fun = core.jaxpr_as_fun(core.ClosedJaxpr(part, init.consts))
         program = jax.jit(fun, out_shardings=targets).lower(*given).compile()
-        programs.append((program.memory_analysis().temp_size_in_bytes, indices, program))
+        stats: Any = program.memory_analysis()
+        programs.append((stats.temp_size_in_bytes, indices, program))
     for _, indices, program in sorted(programs, key=lambda x: (-x[0], x[1])):
         for i, array in zip(indices, program(*given), strict=True):
             made[i] = jax.device_put(array, places[i]) if i in on_host else array

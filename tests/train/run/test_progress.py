@@ -2,11 +2,12 @@
 
 import datetime
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from train.run.progress import Progress
+from train.run.progress import Progress, saying
 
 REPORT = {"validation_loss": 2.0, "perplexity": 7.389, "bits_per_byte": 0.9}
 
@@ -76,3 +77,15 @@ def test_the_last_step_leaves_no_time():
     console = Console(file=io.StringIO(), width=120)
     Progress(console, start=0, steps=2, tokens=100).log(2, 1.0)
     assert console.file.getvalue().endswith(" tokens/s\n")
+
+
+def test_work_that_takes_long_says_so_until_it_ends(monkeypatch):
+    monkeypatch.setattr("train.run.progress._SILENT", 0.01)
+    console = Console(file=io.StringIO(), width=120)
+    with saying(console, "making it"):
+        while console.file.getvalue().count("so far") < 2:
+            time.sleep(0.01)
+    said = console.file.getvalue()
+    assert said.startswith("making it\nmaking it: 0 s so far\n")
+    time.sleep(0.05)
+    assert console.file.getvalue() == said
