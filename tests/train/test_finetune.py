@@ -252,7 +252,7 @@ def test_a_killed_run_ends_with_equal_bits(folder):
 def no_steps(monkeypatch):
     """Leaves out what is printed of the training step, and its compilation."""
     compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
-    memory = SimpleNamespace(with_workspace=lambda _: None)
+    memory = SimpleNamespace(with_workspace=lambda *_: None)
     for name, result in (("explain_step", 1), ("compile_step", compiled), ("step_memory", memory),
                          ("print_tables", None)):  # fmt: skip
         monkeypatch.setattr(begin, name, lambda *_, result=result: result)

@@ -130,11 +130,11 @@ def begin(
         train_step = compile_step(recipe, mesh, shapes, shardings)
         memory = step_memory(recipe, shapes, explanation)
         temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-        memory = memory.with_workspace(temporaries)
+        process = None
         if on_cpu := mesh.devices.flat[0].platform == "cpu":
             process = resident_bytes() - (0 if state is None else tree_bytes(state))
-            memory = dataclasses.replace(memory, process=process)
         compiling.close()
+        memory = memory.with_workspace(temporaries, process)
         print_tables(console, recipe, explanation, memory)
         if not on_cpu:
             print_host(console, recipe, shapes)

@@ -87,10 +87,16 @@ class StepMemory:
         """The sum of all categories."""
         return sum(size or 0 for size in dataclasses.asdict(self).values())
 
-    def with_workspace(self, temporaries: int) -> "StepMemory":
-        """Returns a copy whose workspace is the rest of the compiled step's temporaries."""
+    def with_workspace(self, temporaries: int, process: int | None = None) -> "StepMemory":
+        """Returns a copy whose workspace is the rest of the compiled step's temporaries.
+
+        Args:
+          temporaries: of the compiled step, bytes.
+          process: memory of the process beside the run, as the field.
+        """
         known = self.gradients + self.linear_residuals + self.other_residuals
-        return dataclasses.replace(self, workspace=max(0, temporaries - known))
+        workspace = max(0, temporaries - known)
+        return dataclasses.replace(self, workspace=workspace, process=process)
 
 
 def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanation) -> StepMemory:
