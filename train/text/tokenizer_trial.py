@@ -44,6 +44,7 @@ def _answer(path: str) -> str:
         inner = tokenizers.Tokenizer.from_file(path)
         inner.no_truncation()
         inner.no_padding()
+        inner.to_str()  # It looks at every id below the largest one.
         for text in (*_TEXTS, *_patterns(json.loads(pathlib.Path(path).read_text("utf-8")))):
             # With what the post-processor adds, and without.
             for adds in (True, False):

@@ -29,6 +29,16 @@ def test_a_template_is_stopped_at_a_limit_and_the_next_one_works(bpe, monkeypatc
     assert ChatTemplate(CHATML, bpe).render(CHAT["messages"]).startswith("<|im_start|>system")
 
 
+def test_a_tokenizer_with_a_huge_id_is_stopped_at_a_limit(bpe, monkeypatch, tmp_path):
+    bpe.save(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    state["model"]["vocab"][next(reversed(state["model"]["vocab"]))] = 2**31 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    limited = Limited(tokenizer_trial._TRIAL._module, seconds=2, gib=4)
+    monkeypatch.setattr(tokenizer_trial, "_TRIAL", limited)
+    assert tokenizer_trial.wrong_with(tmp_path / "tokenizer.json") == "takes more than 2 s"
+
+
 def test_a_slow_template_takes_its_time_once(bpe, monkeypatch):
     template = ChatTemplate(DAYS, bpe)
     monkeypatch.setattr(chat, "_RENDERER", Limited(chat._RENDERER._module, seconds=0.5, gib=1))
