@@ -2,7 +2,7 @@
 
 `python -m benchmarks.start` trains `llama_1b` for three steps with a checkpoint, an evaluation and
 an export, resumes it for one step more, and interrupts three other runs: after 10 s, after 60 s,
-and in a step. It needs 12 GiB and takes 20 minutes on two cores. `--model llama_130m` is short.
+and in a step. It needs 12 GiB and takes 14 minutes on two cores. `--model llama_130m` is short.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Config:
 
 @dataclasses.dataclass
 class Watched:
-    """What a program did.
+    """The output and the memory of a program over its time.
 
     Attributes:
       lines: its output, with the seconds since its start.
@@ -85,7 +85,7 @@ def watch(
       **options: for `subprocess.Popen`.
 
     Returns:
-      What it did, and the seconds from its start to SIGINT; None without one.
+      Its output and memory, and the seconds from its start to SIGINT; None without one.
     """
     seen, began, sent = Watched(), time.monotonic(), None
     process = subprocess.Popen(

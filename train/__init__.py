@@ -7,7 +7,8 @@ import sys
 
 from train.run.signals import ending_on_ctrl_c
 
-if any(a == "-m" and b.startswith("train.") for a, b in itertools.pairwise(sys.orig_argv)):
+_PROGRAMS = ("train.pretrain", "train.finetune", "train.evaluate", "train.plan")
+if any(a == "-m" and b in _PROGRAMS for a, b in itertools.pairwise(sys.orig_argv)):
     # Importing JAX and the others takes seconds, and Ctrl-C in these is no error.
     _interrupts = contextlib.ExitStack()
     _interrupts.enter_context(ending_on_ctrl_c())

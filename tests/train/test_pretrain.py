@@ -264,6 +264,13 @@ def test_every_file_of_an_exported_model_is_compared_with_what_was_written(unbro
         assert f"model/{name} is damaged" in console.file.getvalue().replace("\n", "")
         path.write_bytes(written)
     run(check, quiet())
+    # Without their list, files of weights have the digests of earlier versions.
+    (whole.out / "model" / "digests.json").unlink()
+    run(check, quiet())
+    path = whole.out / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(BadRunError, match="is damaged: model"):
+        run(check, quiet())
 
 
 def test_a_step_that_is_not_finite_stops_the_run_and_is_never_saved(folder):

@@ -71,7 +71,7 @@ class StepMemory:
       other_residuals: everything else that is stored for the backward pass.
       workspace: further memory of the compiled program, over all devices; None if unknown.
       process: memory of the process beside all of these, on a CPU: Python, JAX, its compiler and
-        the compiled program; None on other devices, which have memory of their own.
+        the compiled program; None on other devices, whose memory it does not share.
     """
 
     weights: int

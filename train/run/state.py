@@ -16,6 +16,9 @@ from train.run.recipe import Recipe
 from train.run.sharding import moments_on_host, state_shardings, with_sharding
 from train.run.step import TrainState, init_state
 
+_TOGETHER = 2**26
+"""Bytes of the arrays that one program makes. Small models are made in one, which begins sooner."""
+
 
 def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
     """Returns where each array of the training state is.
@@ -30,15 +33,12 @@ def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainSta
     return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
 
 
-_TOGETHER = 2**26
-"""Bytes of the arrays that one program makes. Small models are made in one, which begins sooner."""
-
-
 def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainState:
     """Returns the state before the first step, where `shardings` says.
 
     Large arrays are made one at a time, and those whose programs take most memory first, while
-    there are few others: one program for all would take more than a step does.
+    there are few others: one program for all would take more than a step does. An array for the
+    host is made on the device, where one such array exists at a time.
 
     Args:
       recipe: the run.
@@ -55,17 +55,19 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
     for indices in _groups(missing, on_host):
         wanted = [i in indices for i in range(len(places))]
         part, _ = partial_eval.dce_jaxpr(init.jaxpr, wanted, instantiate=True)
-        # An array for the host is made on the device.
-        targets = None if on_host.issuperset(indices) else [places[i] for i in indices]
+        stays = not on_host.issuperset(indices)
+        targets = [places[i] for i in indices] if stays else None
         fun = core.jaxpr_as_fun(core.ClosedJaxpr(part, init.consts))
         program = jax.jit(fun, out_shardings=targets).lower(*given).compile()
         stats: Any = program.memory_analysis()
-        programs.append((stats.temp_size_in_bytes, indices, program))
-    for _, indices, program in sorted(programs, key=lambda x: (-x[0], x[1])):
+        programs.append((stays, -stats.temp_size_in_bytes, indices, program))
+    # Those for the host while the device has nothing else, then by workspace.
+    for _, _, indices, program in sorted(programs, key=lambda x: x[:3]):
         for i, array in zip(indices, program(*given), strict=True):
             made[i] = jax.device_put(array, places[i]) if i in on_host else array
             # Programs on the host would run side by side.
             jax.block_until_ready(made[i])
+            del array  # From the device, if it is for the host.
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 
@@ -80,9 +82,10 @@ def _groups(leaves: Sequence[tuple[int, Any]], alone: Collection[int]) -> list[l
     """Returns the indices of arrays that one program makes: of many small ones, or of one."""
     groups, size = list[list[int]](), math.inf
     for i, x in leaves:
-        size += math.prod(x.shape) * x.dtype.itemsize
-        if size > _TOGETHER or i in alone:
+        one = math.prod(x.shape) * x.dtype.itemsize
+        if size + one > _TOGETHER or i in alone:
             groups.append([])
-            size = math.inf if i in alone else math.prod(x.shape) * x.dtype.itemsize
+            size = 0
+        size += math.inf if i in alone else one
         groups[-1].append(i)
     return groups
