@@ -7,12 +7,15 @@ ignore and other writers drop.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
 import pathlib
 import struct
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import safetensors.numpy
@@ -28,13 +31,57 @@ _BLANK = xxhash.xxh3_128().digest_size * 2 * "0"
 _CHUNK = 2**20
 """Bytes that are read at a time: a mapped file would count as memory of the process."""
 _THREADS = min(4, os.cpu_count() or 1)
+_INTERVAL = 0.2
+"""Seconds between two looks for files that are written meanwhile, and since one was written: more
+than a file system's clock needs to tell two times."""
 
 
-def write(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
-    """Writes the digests of files of a folder, or of folders in it, into it: all or none."""
+class Ahead:
+    """Computes the digests of files in a thread, while others, or they, are being written."""
+
+    def __init__(self, files: Callable[[], Iterable[pathlib.Path]]):
+        """Begins.
+
+        Args:
+          files: returns those that there are so far, complete or not.
+        """
+        self._files, self._found = files, dict[tuple[int, ...], str]()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; what it has found stays."""
+        self._stopped.set()
+        self._thread.join()
+
+    def digest(self, path: pathlib.Path) -> str:
+        """Returns the digest of a file, which is read unless the thread has read it as it is."""
+        return self._found.get(_version(path)) or _of_file(path)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_INTERVAL):
+            with contextlib.suppress(OSError):  # A file that went away, as temporary ones do.
+                for path in self._files():
+                    version = *_, written = _version(path)
+                    is_quiet = time.time_ns() - written > _INTERVAL * 1e9
+                    if is_quiet and version not in self._found and not self._stopped.is_set():
+                        self._found[version] = _of_file(path)
+
+
+def write(
+    folder: pathlib.Path, files: Iterable[pathlib.Path], *, ahead: Ahead | None = None
+) -> None:
+    """Writes the digests of files of a folder, or of folders in it, into it: all or none.
+
+    Args:
+      folder: the folder.
+      files: the files.
+      ahead: digests that were computed before, of some of the files; stopped.
+    """
     paths = sorted(files)
     with _pool() as pool:
-        found = pool.map(_of_file, paths)
+        found = pool.map(ahead.digest if ahead else _of_file, paths)
     named = dict(zip((path.relative_to(folder).as_posix() for path in paths), found, strict=True))
     unfinished = folder / f".{FILE}"
     text = json.dumps({_KIND: named, _OF_FILES: _of_entries(named)}, indent=1)
@@ -181,6 +228,12 @@ def _is(path: pathlib.Path, digest: str) -> bool:
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
     """Returns threads, of which several read and compute at once."""
     return concurrent.futures.ThreadPoolExecutor(_THREADS)
+
+
+def _version(path: pathlib.Path) -> tuple[int, ...]:
+    """Returns numbers that a file keeps in another folder, and loses if it is written again."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _of_file(path: pathlib.Path) -> str:

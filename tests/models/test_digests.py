@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -35,6 +36,35 @@ def test_what_was_written_is_found_as_it_was(folder):
     assert not digests.check(folder / "inner")
     (folder / "other").write_text("changed")
     assert digests.check(folder)
+
+
+def test_a_file_is_read_ahead_once_and_again_if_it_was_written_since(tmp_path, monkeypatch):
+    unfinished, folder = tmp_path / "unfinished", tmp_path / "folder"
+    unfinished.mkdir()
+    for name in ("same", "appended", "overwritten", "replaced", "gone"):
+        (unfinished / name).write_bytes(name.encode())
+    seen, read = set(), digests._of_file
+
+    def of_file(path):
+        seen.add(path.name)
+        return read(path)
+
+    monkeypatch.setattr(digests, "_of_file", of_file)
+    ahead, began = digests.Ahead(unfinished.iterdir), time.monotonic()
+    while len(seen) < 5 and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    ahead.stop()
+    unfinished.rename(folder)
+    with (folder / "appended").open("ab") as file:
+        file.write(b"more")
+    (folder / "overwritten").write_bytes(b"overWritten")
+    (folder / "new").write_bytes(b"replaced")
+    (folder / "new").replace(folder / "replaced")
+    (folder / "gone").unlink()
+    seen.clear()
+    digests.write(folder, folder.iterdir(), ahead=ahead)
+    assert seen == {"appended", "overwritten", "replaced"}
+    assert digests.differing(folder) == []
 
 
 @pytest.mark.parametrize("name", ["a.bin", "inner/b.bin", "empty"])

@@ -1,13 +1,14 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +100,7 @@ class Checkpoints:
           keep: number of latest checkpoints to keep. Those of the least losses stay too.
           read_only: whether the folder is only read.
         """
-        self._saving: int | None = None
+        self._saving: tuple[int, digests.Ahead] | None = None
         self._losses: dict[int, dict[str, float]] = {}
         sys.unraisablehook = _only_news
         options = ocp.CheckpointManagerOptions(
@@ -150,20 +151,46 @@ class Checkpoints:
             data=ocp.args.JsonSave(data),
             identity=ocp.args.JsonSave({**identity, "format": _FORMAT}),
         )
+        self._wait()  # As `save` of the manager does.
         with _as_os_error(self._manager.directory):
-            self._manager.wait_until_finished()  # As `save` does.
-            self._saving, self._losses[step] = step, data.get("losses", {})
+            self._losses[step] = data.get("losses", {})
+            if hosts.is_main():
+                self._saving = step, digests.Ahead(functools.partial(self._written, step))
             self._manager.save(step, args=items)
             if jax.default_backend() == "cpu":
                 # Orbax writes from the arrays, and a step beside it would work on copies of them.
-                self._manager.wait_until_finished()
+                self._wait()
+
+    def _wait(self, wait: Callable[[], None] | None = None) -> None:
+        """Waits until all checkpoints are on disk.
+
+        Raises:
+          OSError: the last one cannot be written.
+        """
+        try:
+            with _as_os_error(self._manager.directory):
+                (wait or self._manager.wait_until_finished)()
+        finally:
+            if self._saving is not None:  # After an error, nobody else stops it.
+                self._saving[1].stop()
 
     def _seal(self) -> None:
         """Writes the digests of a checkpoint whose arrays are on disk, in its temporary folder."""
-        if hosts.is_main():
-            (folder,) = self._folder(0).parent.glob(f"{self._saving}.*")
+        if self._saving is not None:
+            step, ahead = self._saving
+            ahead.stop()
+            (folder,) = self._unfinished(step)
+            digests.write(folder, self._written(step), ahead=ahead)
+
+    def _unfinished(self, step: int) -> Iterator[pathlib.Path]:
+        """Returns the temporary folder in which a checkpoint is written; none before it is made."""
+        return self._folder(0).parent.glob(f"{step}.*")
+
+    def _written(self, step: int) -> Iterator[pathlib.Path]:
+        """Returns the files of a checkpoint that is being written, complete ones and others."""
+        for folder in self._unfinished(step):
             # Orbax writes the files beside the items later.
-            digests.write(folder, (path for path in folder.glob("*/**/*") if path.is_file()))
+            yield from (path for path in folder.glob("*/**/*") if path.is_file())
 
     def check(self, step: int) -> bool:
         """Raises a `ValueError` if a file of a checkpoint is damaged, which it names.
@@ -173,8 +200,7 @@ class Checkpoints:
         Returns:
           Whether the checkpoint has digests. Earlier versions wrote none.
         """
-        with _as_os_error(self._manager.directory):
-            self._manager.wait_until_finished()
+        self._wait()
         with hosts.failing_together():
             part = jax.process_index(), jax.process_count()
             try:
@@ -285,8 +311,7 @@ class Checkpoints:
         Raises:
           OSError: the last one cannot be written.
         """
-        with _as_os_error(self._manager.directory):
-            self._manager.close()
+        self._wait(self._manager.close)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import re
 import shutil
+import threading
 import time
 
 import jax
@@ -14,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from tiny import CONFIG as MODEL
 
+from models import digests
 from train.run.checkpoint import Checkpoints
 from train.run.recipe import make_recipe
 from train.run.saved_settings import as_json
@@ -245,3 +248,15 @@ def test_threads_that_still_read_a_damaged_checkpoint_say_nothing(tmp_path, monk
             again.restore(1, like(many), IDENTITY)
         time.sleep(0.5)  # The threads go on.
     assert said == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_reads_on_after_a_save(tmp_path, monkeypatch, fails):
+    if fails:
+        folder = tmp_path / "1" / "state"
+        monkeypatch.setattr(digests, "write", lambda *_, **__: os.listdir(folder))
+    with contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(FileNotFoundError, match=str(folder)))
+        save(tmp_path, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "digests"]
