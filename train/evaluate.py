@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rich.progress
 from rich.console import Console
 
 from models import Decoder, lora, peft
@@ -23,6 +22,7 @@ from train.evaluation.questions import Question, read_questions
 from train.evaluation.scoring import accuracy, most_likely
 from train.run.export import MODEL, adapter_of_run, method_of_run
 from train.run.program import make_console, reporting_errors, run_program
+from train.run.progress import saying, tracked
 from train.settings import cli
 from train.settings.messages import naming_flag
 from train.settings.methods import METHODS
@@ -82,7 +82,8 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     Raises:
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
-    ready = reporting_errors(lambda: prepare(config))
+    with saying(console, "reading the checkpoint and what to evaluate it on", first=False):
+        ready = reporting_errors(lambda: prepare(config))
     for line in filter(None, ready.remarks):
         _say(console, line)
     report: dict[str, Any] = {}
@@ -91,7 +92,8 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     if config.asked.task is not None:
         report[config.asked.task] = _score_questions(ready, console)
     if ready.beginning is not None:
-        report["generated"] = text = _write(ready, [ready.beginning], [0], 1)[0]
+        with saying(console, "writing", first=False):
+            report["generated"] = text = _write(ready, [ready.beginning], [0], 1)[0]
         end = "\n" if config.writing.chat else ""  # An answer does not continue the line.
         _say(console, config.writing.generate or "", end=end, style="dim")
         _say(console, text)
@@ -219,7 +221,10 @@ def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> ja
 
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
-    batches, dtype = _track(text.batches, "text", console), ready.config.compute_dtype
+    batches, dtype = (
+        tracked(text.batches, "batches of the text", console),
+        ready.config.compute_dtype,
+    )
     cost = text.cost(sum(float(_nats(ready.model, batch, dtype)) for batch in batches))
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
@@ -274,7 +279,7 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
     batches = [
         questions[i : i + config.batch_size] for i in range(0, len(questions), config.batch_size)
     ]
-    for batch in _track(batches, str(config.asked.task), console):
+    for batch in tracked(batches, f"batches of {config.asked.task}", console):
         new = list(answer(ready, batch))
         lines += new
         if config.asked.out is not None:
@@ -367,13 +372,6 @@ def text_after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
 def _filled_up(items: list[Any], size: int) -> list[Any]:
     """Returns items padded with copies of the last, so that all batches share a program."""
     return items + items[-1:] * (size - len(items))
-
-
-def _track(items: Sequence[Any], name: str, console: Console) -> Any:
-    """Returns an iterator over items that draws a progress bar on a terminal."""
-    return rich.progress.track(
-        items, name, console=console, transient=True, disable=not console.is_terminal
-    )
 
 
 if __name__ == "__main__":

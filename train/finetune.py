@@ -22,6 +22,7 @@ from train.run.export import Target, Trained, exports_only, method_of_run, read_
 from train.run.loop import Run, moved, prepare_and_train, put_rows
 from train.run.pretrained import fingerprint, read_model
 from train.run.program import make_console, reporting_errors, run_program
+from train.run.progress import saying
 from train.run.recipe import Recipe, build_recipe
 from train.run.references import with_references
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
@@ -86,20 +87,21 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         size = config.model_config.vocab_size
         remark = fit_vocabulary(tokenizer, flag, config.title, size)
         folder = user_config.tokenizer or checkpoint
-        console.print("reading the examples", style="dim")
-        examples = open_examples(
-            user_config.data,
-            tokenizer,
-            config.seq_len,
-            folder,
-            preferences=config.preference is not None,
-        )
+        with saying(console, "reading the examples"):
+            examples = open_examples(
+                user_config.data,
+                tokenizer,
+                config.seq_len,
+                folder,
+                preferences=config.preference is not None,
+            )
         packing = {"seq_len": config.seq_len, "seed": config.seed, "shares": examples.shares}
         count = functools.partial(count_rows, examples.train, **packing)
         user_config = in_epochs(user_config, config, count)
         config = dataclasses.replace(config, steps=user_config.steps)
         recipe = build_recipe(config)
-        with naming_flag("--checkpoint"):
+        reading = saying(console, "reading the checkpoint", first=False)
+        with naming_flag("--checkpoint"), reading:
             hashed = fingerprint(checkpoint)
             base = digests.of_tensors(huggingface.weight_files(checkpoint))
         rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}

@@ -40,6 +40,7 @@ from train.planning.tables import chosen_flags, flags, rare_settings, size_text,
 from train.run.gpus import GIB
 from train.run.gradient_error import WHOLE
 from train.run.program import make_console
+from train.run.progress import saying
 from train.run.report import resident_bytes
 from train.run.sharding import mesh_sizes
 from train.settings import cli
@@ -213,7 +214,8 @@ def run(config: PlanConfig, console: Console) -> bool:
     for name in names:
         options = used_options(name, train.options)
         one = dataclasses.replace(train, method=name, options=options)
-        rows.append(compile_plan(one, config.device))
+        with saying(console, f"compiling {name}", first=False):
+            rows.append(compile_plan(one, config.device))
         line = f"{name}: {size_text(rows[-1].peak)}"
         if languages := rows[-1].languages:
             line += f", kernels in {' and '.join(languages)}"

@@ -16,6 +16,7 @@ from train.run.export import Target, Trained, exports_only, read_trained, tokeni
 from train.run.loop import Run, prepare_and_train
 from train.run.pretrained import fingerprint, read_model
 from train.run.program import make_console, reporting_errors, run_program
+from train.run.progress import saying
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import check_sizes, make_mesh, rows_of_process
 from train.run.state import first_state
@@ -83,8 +84,8 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         config = resolve(user_config, dimensions(user_config), dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
-    console.print("reading the text and its tokenizer", style="dim")
-    opened = hosts.main_first(functools.partial(_open_text, user_config.data, checkpoint))
+    with saying(console, "reading the text and its tokenizer"):
+        opened = hosts.main_first(functools.partial(_open_text, user_config.data, checkpoint))
     corpus, tokenizer = opened
     with hosts.failing_together():
         model_config, remark = dimensions(user_config, tokenizer.vocab_size), ""

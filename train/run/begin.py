@@ -146,7 +146,8 @@ def begin(
             with saying(console, "making the weights and the states of the optimizer"):
                 state = first_state(shardings)
         else:
-            state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
+            with saying(console, "reading the checkpoint", first=False):
+                state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
             console.print(f"resuming from step {int(state.step)} in {config.folder}")
             if changed := changed_settings(config.folder, user_config):
                 text = "; ".join(changed)

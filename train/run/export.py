@@ -31,6 +31,7 @@ from models.padding import pad
 from models.peft import save_adapters
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
+from train.run.progress import saying
 from train.settings.config import FinetuneConfig, PretrainConfig, run_folder
 from train.settings.messages import naming_flag
 from train.settings.methods import METHODS
@@ -97,13 +98,14 @@ class Trained:
                 assert self.frozen is not None
                 merged = merge(self.frozen(), self.arrays, lora)
                 writers[MODEL] = functools.partial(write, merged)
-        if target.folder is not None:
-            for name, into in writers.items():
-                replace_folder(target.folder / name, into, console)
-        if target.export is not None:
-            *_, into = writers.values()
-            into(target.export.expanduser())
-            console.print(f"written: {target.export}")
+        with saying(console, "writing what was trained", first=False):
+            if target.folder is not None:
+                for name, into in writers.items():
+                    replace_folder(target.folder / name, into, console)
+            if target.export is not None:
+                *_, into = writers.values()
+                into(target.export.expanduser())
+                console.print(f"written: {target.export}")
 
     def _write_adapters(self, lora: LoRAConfig, folder: pathlib.Path, *, base: str) -> None:
         """Writes adapters in the dimensions of the decoder that they belong to."""

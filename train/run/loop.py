@@ -31,7 +31,7 @@ from train.run.program import (
     LostProcessError,
     described,
 )
-from train.run.progress import Progress
+from train.run.progress import Progress, saying
 from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import (
     allow_simulated_devices,
@@ -183,13 +183,15 @@ def train(run: Run, console: Console) -> int:
             if 0 < start < config.steps:
                 remove_exports(config.folder, console)
             agreement, stop = hosts.Agreement(), StopSignal()
-            if start < config.steps:
-                console.print(f"step {start + 1} of {config.steps} is running", style="dim")
             with stop:
                 for step in range(start + 1, config.steps + 1):
                     if agreement.any(stop.requested):
                         break
-                    trainer.take(step)
+                    with contextlib.ExitStack() as said:
+                        if step == start + 1:
+                            running = f"step {step} of {config.steps} is running"
+                            said.enter_context(saying(console, running))
+                        trainer.take(step)
                 trainer.save()
         run.checkpoints.close()
         run.batches.close()
@@ -240,8 +242,11 @@ class _Trainer:
         batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
         self._adapt(step - 1, batch)
         is_refresh = run.recipe.refreshes(step - 1, self._skipped_in_a_row())
-        take = self._refresh_step if is_refresh else run.train_step
-        state, self._metrics = take(run.state, batch)
+        if is_refresh:  # The first one is compiled.
+            with self._saying(step, "computing the subspaces"):
+                state, self._metrics = self._refresh_step(run.state, batch)
+        else:
+            state, self._metrics = run.train_step(run.state, batch)
         if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
             # Two programs at once can wait for each other's simulated devices on fewer cores.
             state = jax.block_until_ready(state)
@@ -273,9 +278,10 @@ class _Trainer:
         put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
         batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
         totals: collections.Counter[str] = collections.Counter()
-        for batch in batches:
-            sums = self._eval_step(run.state.model, batch, run.state.context)
-            totals.update({name: float(value) for name, value in sums.items()})
+        with self._saying(step, "evaluating"):
+            for batch in batches:
+                sums = self._eval_step(run.state.model, batch, run.state.context)
+                totals.update({name: float(value) for name, value in sums.items()})
         report = run.validation.report(totals)
         check_finite(run, step, report)
         self._recorder.record(step, **report)
@@ -299,7 +305,12 @@ class _Trainer:
         position, bits = run.batches.get_state(), dict(run.recipe.bits)
         progress = {"position": position, "bits": bits, "losses": losses}
         state = dataclasses.replace(run.state, frozen=None)
-        run.checkpoints.save(int(state.step), state, progress, run.identity)
+        with self._saying(int(state.step), "saving"):
+            run.checkpoints.save(int(state.step), state, progress, run.identity)
+
+    def _saying(self, step: int, what: str) -> contextlib.AbstractContextManager[None]:
+        """Context of work that takes long now and then, and says so then."""
+        return saying(self._console, f"step {step}: {what}", first=False)
 
     def _skipped_in_a_row(self) -> int:
         """Returns how many of the latest steps were skipped, where a refresh depends on it."""
@@ -310,13 +321,14 @@ class _Trainer:
         """Chooses bits and measures scales of channels when that is due after a step."""
         run = self._run
         if self._chooser is not None and self._chooser.is_due(step):
-            with self._progress.paused():
+            with self._progress.paused(), self._saying(step, "choosing bits"):
                 self._choose_bits(self._chooser, batch)
         every = run.config.adapter.recalibrate_every if run.config.adapter else 0
         if every and step > 0 and step % every == 0:
             recipe, state = run.recipe, run.state
             model = model_of(recipe, state)  # With the current adapters.
-            measured = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
+            with self._saying(step, "measuring channels"):
+                measured = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
             shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
             run.state = dataclasses.replace(state, calibration=moved(measured, shardings))
 

@@ -4,11 +4,13 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import rich.progress
 from rich.console import Console
+
+T = TypeVar("T")
 
 _SHOWN = {
     "validation_loss": "held-out loss {:.4f}",
@@ -18,25 +20,30 @@ _SHOWN = {
     "reward_margin": "margin {:.3f}",
 }
 
-
 _SILENT = 30
-"""Seconds without a line after which a step gets one, also between those of `--log-every`."""
+"""Seconds after which work says that it goes on, and without a line after which a step gets one."""
 
 
 @contextlib.contextmanager
-def saying(console: Console, what: str) -> Iterator[None]:
+def saying(
+    console: Console, what: str, *, first: bool = True, more: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Context of work that may take minutes: prints what it is, and how long it has taken so far.
 
     Args:
       console: where to print.
       what: the work.
+      first: whether to say it when the work begins, and not only when it takes long.
+      more: returns what else there is to say about it by now.
     """
-    console.print(what, style="dim")
+    if first:
+        console.print(what, style="dim")
     began, done = time.perf_counter(), threading.Event()
 
     def say() -> None:
         while not done.wait(_SILENT):
-            console.print(f"{what}: {time.perf_counter() - began:.0f} s so far", style="dim")
+            seconds = time.perf_counter() - began
+            console.print(f"{what}: {more()}{seconds:.0f} s so far", style="dim")
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()
@@ -45,6 +52,17 @@ def saying(console: Console, what: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def tracked(items: Sequence[T], name: str, console: Console) -> Iterator[T]:
+    """Yields items, and shows how many are done: a bar on a terminal, else lines now and then."""
+    if console.is_terminal:
+        yield from rich.progress.track(items, name, console=console, transient=True)
+        return
+    done = 0
+    with saying(console, name, first=False, more=lambda: f"{done:,} of {len(items):,}, "):
+        for done, item in enumerate(items):  # noqa: B007
+            yield item
 
 
 class Progress:

@@ -15,6 +15,7 @@ from rich.console import Console
 from train.run import hosts
 from train.run.loss import response_log_probs
 from train.run.pretrained import read_model
+from train.run.progress import saying
 from train.run.recipe import Recipe
 from train.run.sharding import batch_sharding
 from train.run.state import shardings_of_run
@@ -42,14 +43,14 @@ def with_references(
       console: where to say that this takes time.
     """
     config = recipe.config
-    console.print(f"log-probabilities of {len(pairs):,} pairs under the checkpoint: computed first")
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     model = read_model(checkpoint, recipe, shardings_of_run(recipe, shapes, mesh).model)
     rows = pack_pairs(pairs, config.seq_len)
     place = functools.partial(hosts.place, sharding=batch_sharding(mesh))
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "pad_id": pad_id}
     log_probs = jax.jit(functools.partial(response_log_probs, config))
-    with jax.set_mesh(mesh):
+    said = f"computing the log-probabilities of {len(pairs):,} pairs under the checkpoint"
+    with jax.set_mesh(mesh), saying(console, said):
         found = [
             np.asarray(log_probs(model, jax.tree.map(place, batch)))
             for batch in pair_batches(rows, **sizes)

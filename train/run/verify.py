@@ -8,6 +8,7 @@ from rich.console import Console
 from models import digests
 from train.run.checkpoint import Checkpoints
 from train.run.export import ADAPTER, MODEL, TOKENIZER, has_checkpoint
+from train.run.progress import saying
 
 
 def verify(folder: pathlib.Path, console: Console) -> int:
@@ -38,7 +39,9 @@ def verify(folder: pathlib.Path, console: Console) -> int:
     damaged = []
     for name, check in parts.items():
         try:
-            line = "as it was written" if check() else "has no digests: an earlier version wrote it"
+            with saying(console, f"reading {name}", first=False):
+                sealed = check()
+            line = "as it was written" if sealed else "has no digests: an earlier version wrote it"
         except ValueError as error:
             line = str(error)
             damaged.append(name)

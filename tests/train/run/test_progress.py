@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from train.run.progress import Progress, saying
+from train.run.progress import Progress, saying, tracked
 
 REPORT = {"validation_loss": 2.0, "perplexity": 7.389, "bits_per_byte": 0.9}
 
@@ -89,3 +89,21 @@ def test_work_that_takes_long_says_so_until_it_ends(monkeypatch):
     assert said.startswith("making it\nmaking it: 0 s so far\n")
     time.sleep(0.05)
     assert console.file.getvalue() == said
+
+
+def test_items_that_take_long_say_how_many_are_done(monkeypatch):
+    monkeypatch.setattr("train.run.progress._SILENT", 0.01)
+    console = Console(file=io.StringIO(), width=120)
+    for item in tracked(range(3), "batches of it", console):
+        while f"{item:,} of 3" not in console.file.getvalue():
+            time.sleep(0.01)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "batches of it: 0 of 3, 0 s so far"
+    assert lines[-1].startswith("batches of it: 2 of 3, ")
+
+
+def test_work_that_is_soon_done_says_nothing_more():
+    console = Console(file=io.StringIO(), width=120)
+    with saying(console, "making it", first=False):
+        assert list(tracked(range(3), "batches", console)) == [0, 1, 2]
+    assert console.file.getvalue() == ""
