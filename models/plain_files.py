@@ -7,8 +7,12 @@ MOST = 2**30
 thirtieth of it."""
 
 
-def check_plain(path: pathlib.Path, most: int = MOST) -> None:
+def check_plain(path: pathlib.Path, most: int | None = MOST) -> None:
     """Raises a `ValueError` for a pipe or a device, which may never end, and for a huge file.
+
+    Args:
+      path: the file.
+      most: bytes of the largest that is taken; None for any.
 
     Raises:
       OSError: there is no such file.
@@ -16,7 +20,7 @@ def check_plain(path: pathlib.Path, most: int = MOST) -> None:
     size = path.stat().st_size
     if not path.is_file():
         raise ValueError(f"{path} is not a file.")
-    if size > most:
+    if most is not None and size > most:
         raise ValueError(f"{path} has {size:,} bytes, and at most {most:,} are read.")
 
 

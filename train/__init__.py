@@ -13,3 +13,5 @@ if any(a == "-m" and b in _PROGRAMS for a, b in itertools.pairwise(sys.orig_argv
     _interrupts = contextlib.ExitStack()
     _interrupts.enter_context(ending_on_ctrl_c())
     atexit.register(_interrupts.close)
+    if sys.stderr.isatty() and not {"-h", "--help"} & set(sys.argv):
+        print("loading JAX", file=sys.stderr)

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import json
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from models.json_files import read_object
 from train.planning.devices import HERE, free_memory
 from train.planning.estimate import Config
 from train.planning.search import Found, search
@@ -94,7 +94,7 @@ def _resumed(config: C) -> C:
     """Returns settings with what `--budget` chose when the run began, unless it is given."""
     folder = run_folder(config)
     try:
-        saved = json.loads((folder / "settings.json").read_text())
+        saved = read_object(folder / "settings.json")
         if not saved.get("budget"):
             return config
         options = _saved(config.options, saved["options"])

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import tensorboardX
+from models.json_files import read_object
 
 _PROJECT = "actjax"
 _ID = "wandb.json"
@@ -26,7 +26,8 @@ class TensorBoard:
     """Files in the folder `tensorboard` of a run."""
 
     def __init__(self, folder: pathlib.Path, done: int) -> None:
-        self._writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        path = str(folder / "tensorboard")
+        self._writer = _import_tensorboard().SummaryWriter(path, purge_step=done + 1)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step."""
@@ -96,9 +97,16 @@ def open_boards(names: Iterable[str], folder: pathlib.Path, done: int) -> list[B
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Raises a `ValueError` with the command that installs the package of a board."""
+    """Imports the packages of boards. Raises a `ValueError` with the command that installs one."""
+    if "tensorboard" in names:
+        _import_tensorboard()
     if "wandb" in names:
         _import_wandb()
+
+
+def _import_tensorboard() -> Any:
+    # Late: it imports PyTorch where that is installed, which takes 2 s and 200 MiB.
+    return importlib.import_module("tensorboardX")
 
 
 def _import_wandb() -> Any:
@@ -117,8 +125,8 @@ def _import_wandb() -> Any:
 
 def _read_id(path: pathlib.Path) -> str:
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return str(read_object(path)["id"])
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} does not hold the id of a run: remove it to begin a new one."
         ) from error

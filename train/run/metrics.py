@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, Self
 
+from models.plain_files import check_plain
 from train.run.boards import open_boards
 
 
@@ -93,6 +94,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
+    check_plain(path, most=None)
     lines = path.read_text(encoding="utf-8").splitlines()
     complete = []
     for i, line in enumerate(lines):

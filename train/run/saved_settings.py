@@ -10,6 +10,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from models import digests
+from models.json_files import read_object
 from train.run.optimizer import learning_rate_schedule
 from train.settings.config import RunConfig
 from train.settings.options import RENAMED
@@ -66,7 +67,7 @@ def changed_rate(folder: pathlib.Path, config: ResolvedConfig, step: int) -> str
       step: steps done.
     """
     try:
-        before = json.loads((folder / "settings.json").read_text())
+        before = read_object(folder / "settings.json")
         names = ("learning_rate", "warmup_steps")
         former = {name: before["optimizer"][name] for name in names}
         optimizer = dataclasses.replace(config.optimizer, **former)
@@ -75,7 +76,7 @@ def changed_rate(folder: pathlib.Path, config: ResolvedConfig, step: int) -> str
             learning_rate_schedule(config.optimizer, config.steps),
         ]
         former_rate, rate = (float(np.asarray(schedule(step))) for schedule in schedules)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return ""
     if math.isclose(former_rate, rate, rel_tol=1e-3):
         return ""
@@ -91,8 +92,8 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     One line says so if no settings were written or they cannot be read.
     """
     try:
-        written = {**json.loads((folder / "settings.json").read_text())}
-    except (OSError, ValueError, TypeError, RecursionError):
+        written = read_object(folder / "settings.json")
+    except (OSError, ValueError):
         return ["unknown, since settings.json is missing or damaged"]
     before: dict[str, Any] = flatten_dict(written, sep=".")
     method = before.get("method")

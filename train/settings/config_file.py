@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 import yaml
 
+from models.plain_files import read_text
 from train.settings.flags import Flag, former_flag
 from train.settings.messages import near_hint
 
@@ -64,11 +65,11 @@ def read_arguments(
 def _entries(path: pathlib.Path) -> list[tuple[str, yaml.Node]]:
     """Returns the keys and values at the top level of a file."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"`--config` {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"`--config` {path} is not YAML: {reason}.") from error
     if root is None or root.tag == _TAG + "null":  # A file of comments.
         return []

@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from models.plain_files import check_plain
+
 SUFFIXES = (".parquet", ".arrow")
 
 
@@ -25,11 +27,13 @@ def rows_in(path: pathlib.Path, flag: str, column: str | None = None) -> Iterato
         for part in _parts(path, column):
             yield from part.to_pylist()
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError.
-        raise ValueError(f"`{flag}`: '{path}': {error}. Correct or remove the file.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"`{flag}`: '{path}': {reason}. Correct or remove the file.") from error
 
 
 def _parts(path: pathlib.Path, column: str | None) -> Iterator[Any]:
     columns = None if column is None else [column]
+    check_plain(path, most=None)
     if path.suffix == ".parquet":
         file = pyarrow.parquet.ParquetFile(path)
         _check(file.schema_arrow, column)

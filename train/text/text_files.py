@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from models.plain_files import check_plain
 from train.text.tables import SUFFIXES, rows_in
 
 T = TypeVar("T")
@@ -104,9 +105,12 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
       ValueError: the file cannot be read, is not UTF-8, or is truncated.
     """
     try:
+        check_plain(path, most=None)
         read = path.read_bytes()
     except OSError as error:
         raise ValueError(f"`{flag}`: '{path}' cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"`{flag}`: {error} Write the text into one.") from error
     try:
         data = gzip.decompress(read) if path.suffix == ".gz" else read
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -6,9 +6,15 @@ import os
 import pytest
 
 from tests.train.example_files import CHAT, CHATML, write
+from train.run.metrics import read_metrics
+from train.run.saved_settings import changed_settings
+from train.settings.config import PretrainConfig
+from train.settings.config_file import read_arguments
 from train.text import chat, tokenizer_trial
 from train.text.chat import ChatTemplate
+from train.text.corpus import open_whole
 from train.text.limited import AtLimitError, Limited
+from train.text.text_files import records_in
 from train.text.tokenizer_files import load_tokenizer
 from train.text.trained_tokenizer import train_bpe
 
@@ -146,6 +152,30 @@ def test_a_pipe_is_no_file(bpe, name, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} is not a file"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        *((name, lambda path: list(records_in(path, "--data")))
+          for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "a.arrow")),
+        ("a.txt", lambda path: open_whole(str(path))),
+        ("a.txt.gz", lambda path: open_whole(str(path))),
+        ("a.txt", lambda path: open_whole(str(path.parent))),
+        ("run.yaml", lambda path: read_arguments(path, {}, "program")),
+        ("metrics.jsonl", read_metrics),
+    ],
+)  # fmt: skip
+def test_a_pipe_is_no_file_for_who_reads_texts_and_settings(name, read, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is not a file"):
+        read(tmp_path / name)
+
+
+def test_settings_in_a_pipe_are_unknown(tmp_path):
+    os.mkfifo(tmp_path / "settings.json")
+    (line,) = changed_settings(tmp_path, PretrainConfig())
+    assert line.startswith("unknown")
 
 
 @pytest.mark.parametrize(
