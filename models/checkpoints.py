@@ -5,6 +5,7 @@ import pathlib
 from models import hub, huggingface
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.huggingface.config import ids_of
 from models.json_files import read_object
 
 
@@ -155,12 +156,11 @@ def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = pathlib.Path(path, name)
         if file.exists():
-            value = read_object(file).get("eos_token_id")
-            if value is not None:
-                ids = tuple(value) if isinstance(value, list) else (value,)
-                if not all(isinstance(index, int) for index in ids):
-                    raise ValueError(
-                        f"{file}: `eos_token_id` must be an id or a list of ids, got {value!r}."
-                    )
+            fields = read_object(file)
+            try:
+                ids = ids_of(fields, "eos_token_id")
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
+            if ids:
                 return ids
     return ()

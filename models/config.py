@@ -82,8 +82,8 @@ class ModelConfig:
                 raise ValueError(f"`{field.name}` must be an integer >= 1, got {value!r}.")
         if not 0 <= self.norm_eps < 1:
             raise ValueError(f"`norm_eps` must be in [0, 1), got {self.norm_eps!r}.")
-        if not self.rope_theta > 0:
-            raise ValueError(f"`rope_theta` must be above 0, got {self.rope_theta!r}.")
+        if not self.rope_theta >= 1:  # Below, later features would turn faster than the first.
+            raise ValueError(f"`rope_theta` must be at least 1, got {self.rope_theta!r}.")
         if not self.init_std >= 0:
             raise ValueError(f"`init_std` must be at least 0, got {self.init_std!r}.")
         if self.num_heads % self.num_kv_heads:

@@ -104,10 +104,18 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
             "`attention_bias` is true, which also gives the output projection a bias: only the q, k"
             " and v biases of model_type qwen2 are supported."
         )
+    vocab_size = _integer(fields, "vocab_size")
+    for name in ("bos_token_id", "pad_token_id"):  # Some name ids that the model does not have.
+        ids_of(fields, name)
+    if any(index >= vocab_size for index in ids_of(fields, "eos_token_id")):
+        raise ValueError(
+            f"`eos_token_id` is {fields['eos_token_id']!r}, but `vocab_size` is {vocab_size}: no"
+            " text would end."
+        )
     theta, scaling = _rope(fields)
     heads = _integer(fields, "num_attention_heads")
     return ModelConfig(
-        vocab_size=_integer(fields, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=_integer(fields, "hidden_size"),
         ffn_size=_integer(fields, "intermediate_size"),
         num_layers=_integer(fields, "num_hidden_layers"),
@@ -124,6 +132,26 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         sliding_window=_window(fields, kind),
         init_std=_number(fields, "initializer_range", 0.02),
     )
+
+
+def ids_of(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Returns the ids that a field names; none for null.
+
+    Args:
+      fields: content of `config.json` or `generation_config.json`.
+      name: the field: an id, or a list of ids.
+
+    Raises:
+      ValueError: something else; the message names the field.
+    """
+    value = fields.get(name)
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    # Some files say so that there is none.
+    if not all(isinstance(x, int) and not isinstance(x, bool) and -1 <= x < _SIZES for x in ids):
+        raise ValueError(f"`{name}` must be an id or a list of ids, got {reprlib.repr(value)}.")
+    return tuple(x for x in ids if x >= 0)
 
 
 def fp8_block_of(fields: Mapping[str, Any]) -> tuple[int, int] | None:
