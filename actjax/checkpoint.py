@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 
 from actjax._core.coded_call import coded_call
 from actjax.codecs import Codec, Quantized
@@ -103,10 +104,12 @@ def checkpoint(
         # with their own backward pass, such as products with NF4 weights, capture such constants.
         traced = [x for x in closed.constants if isinstance(x, Tracer)]
         known = [None if isinstance(x, Tracer) else x for x in closed.constants]
+        jaxpr = closed.jaxpr  # `run` outlives this trace and must not keep the tracers of `closed`.
 
         def run(activations: Any, others: Any) -> Any:
             traced, uncoded = others
-            return closed.run(_filled(known, traced), _filled(uncoded, activations))
+            program = core.ClosedJaxpr(jaxpr, _filled(known, traced))
+            return core.jaxpr_as_fun(program)(*_filled(uncoded, activations))
 
         names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
         outputs = coded_call(

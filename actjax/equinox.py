@@ -54,7 +54,9 @@ class _TokenFunction:
         if self.kind == "layer":
             return layer_norm(x, weight, bias, **settings)
         normalized = rms_norm(x, weight, **settings)
-        return normalized if bias is None else normalized + bias
+        if bias is None:
+            return normalized
+        return normalized + jax.lax.broadcast_to_rank(bias, normalized.ndim)
 
 
 class _Coded(eqx.Module):

@@ -144,7 +144,10 @@ def prepare(config: EvaluateConfig) -> Evaluation:
                 f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
                 f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
             )
-    beginning = None if writing.generate is None else asker.prompt(asker.mark(writing.generate))
+    beginning = None
+    if writing.generate is not None:
+        with naming_flag("--generate"):
+            beginning = asker.prompt(asker.mark(writing.generate))
     if beginning is not None and len(beginning) + writing.max_new_tokens > longest:
         raise ValueError(
             f"`--generate` has {len(beginning)} tokens; with `--max-new-tokens`"

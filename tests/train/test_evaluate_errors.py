@@ -51,7 +51,9 @@ def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, mes
     [
         ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
         ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
-        ({"generate": ""}, "the prompt is empty, and the tokenizer has no start token"),
+        ({"generate": ""}, "`--generate`: the prompt is empty, and the tokenizer has no start tok"),
+        ({"generate": "\udcff"}, "`--generate`: 'utf-8' codec .* surrogates not allowed"),
+        ({"prompt_template": "\udcff{question}"}, "`--questions`: line 1 of .* surrogates not all"),
         ({"max_new_tokens": 256},
          r"`--generate` has \d+ tokens; with `--max-new-tokens` 256 that exceeds the 256"),
         ({"data": "text.txt", "seq_len": 257}, "`--seq-len` 257 is above the 256 positions"),

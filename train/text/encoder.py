@@ -12,7 +12,7 @@ import numpy as np
 
 from train.settings.data import SpecialTokens
 from train.text.special_tokens import Marker
-from train.text.tokenizer import Tokenizer
+from train.text.tokenizer import Encoded, Tokenizer
 
 
 class Written(NamedTuple):
@@ -59,7 +59,7 @@ class Encoder:
           ValueError: there are none.
         """
         before = () if is_chat else self.tokenizer.prefix
-        ids = [*before, *self.tokenizer.encode_marked(text).ids]
+        ids = [*before, *self._marked(text).ids]
         if not ids:
             raise ValueError(
                 "the prompt is empty, and the tokenizer has no start token: give some text."
@@ -111,9 +111,12 @@ class Encoder:
         is_end = last > 0 and is_space and self.tokenizer.special.keys().isdisjoint(after)
         return tokens[:last] if is_end else tokens
 
+    def _marked(self, text: str) -> Encoded:
+        text.encode()  # Raises for lone surrogates, which some tokenizers accept.
+        return self.tokenizer.encode_marked(text)
+
     def _encode(self, written: Written) -> tuple[list[int], list[bool]]:
-        written.text.encode()  # Raises for lone surrogates, which some tokenizers accept.
-        encoded = self.tokenizer.encode_marked(written.text)
+        encoded = self._marked(written.text)
         before = [] if written.is_chat else list(self.tokenizer.prefix)
         ends = np.asarray(encoded.ends, np.int64)
         # Several tokens of one letter end, and so begin, at the same place.

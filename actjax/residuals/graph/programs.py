@@ -26,10 +26,6 @@ class Closed:
     arguments: list[Any]
     treedef: Any
 
-    def run(self, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of the output."""
-        return core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, list(constants)))(*arguments)
-
     def unflatten(self, outputs: Sequence[Any]) -> Any:
         """Returns the output from its leaves."""
         return jax.tree.unflatten(self.treedef, outputs)
