@@ -289,8 +289,9 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
             with config.asked.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
     found = accuracy(sum(line["correct"] for line in lines), len(lines))
+    error = "" if len(lines) < 2 else f" ± {found['standard_error']:.4f}"
     console.print(
-        f"{config.asked.task}: accuracy {found['accuracy']:.4f} ± {found['standard_error']:.4f}"
+        f"{config.asked.task}: accuracy {found['accuracy']:.4f}{error}"
         f" ({found['correct']:,} of {found['questions']:,})",
         highlight=False,
     )

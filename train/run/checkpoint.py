@@ -48,11 +48,16 @@ _HASHED = {
     "checkpoint": "the files of `--checkpoint`",
 }
 """Parts of the identity that are hashes, which tell people nothing."""
-# Orbax logs warnings about its internals, and the tracebacks of errors that it also raises.
+# Orbax logs warnings about its internals, the tracebacks of errors that it also raises, and that a
+# file with the times of a checkpoint, which is not needed, is damaged.
 logging.getLogger("absl").addFilter(
     lambda record: (
         "orbax" not in record.pathname
-        or (record.exc_info is None and record.levelno >= logging.ERROR)
+        or (
+            record.exc_info is None
+            and record.levelno >= logging.ERROR
+            and "Metadata file" not in record.getMessage()
+        )
     )
 )
 _ERRNO = re.compile(r"os_error_code='(\d+)'")
@@ -179,18 +184,17 @@ class Checkpoints:
         if self._saving is not None:
             step, ahead = self._saving
             ahead.stop()
-            (folder,) = self._unfinished(step)
-            digests.write(folder, self._written(step), ahead=ahead)
+            digests.write(self._unfinished(step), self._written(step), ahead=ahead)
 
-    def _unfinished(self, step: int) -> Iterator[pathlib.Path]:
-        """Returns the temporary folder in which a checkpoint is written; none before it is made."""
-        return self._folder(0).parent.glob(f"{step}.*")
+    def _unfinished(self, step: int) -> pathlib.Path:
+        """Returns the temporary folder in which a checkpoint is written."""
+        return self._folder(step).with_name(f"{step}{ocp.utils.TMP_DIR_SUFFIX}")
 
     def _written(self, step: int) -> Iterator[pathlib.Path]:
-        """Returns the files of a checkpoint that is being written, complete ones and others."""
-        for folder in self._unfinished(step):
-            # Orbax writes the files beside the items later.
-            yield from (path for path in folder.glob("*/**/*") if path.is_file())
+        """Yields the files of a checkpoint that is being written, complete ones and others."""
+        # Orbax writes the files beside the items later.
+        files = self._unfinished(step).glob("*/**/*")
+        return (path for path in files if path.is_file())
 
     def check(self, step: int) -> bool:
         """Raises a `ValueError` if a file of a checkpoint is damaged, which it names.

@@ -6,9 +6,14 @@ which can take minutes. A thread reads the signals from a pipe, which the system
 
 import contextlib
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+
+_SAME_TIME = 0.02
+"""Seconds within which two equal signals are one."""
 
 _reactions: dict[int, Callable[[int], None]] = {}
 """What the thread does on a signal, by number."""
@@ -40,10 +45,20 @@ def _reacting(reactions: Mapping[signal.Signals, Callable[[int], None]]) -> Iter
 
 def _watch(reader: int) -> None:
     """Reacts to each signal that a pipe tells, until the pipe is closed."""
-    while numbers := os.read(reader, 64):
-        for number in numbers:
+    while numbers := _read(reader):
+        for number in dict.fromkeys(numbers):
             if number in _reactions:
                 _reactions[number](number)
+
+
+def _read(reader: int) -> bytes:
+    """Returns the signals that came at the same time; none once the pipe is closed.
+
+    `timeout` and others send one to a process, and again to its group.
+    """
+    select.select([reader], [], [])
+    time.sleep(_SAME_TIME)
+    return os.read(reader, 64)
 
 
 @contextlib.contextmanager

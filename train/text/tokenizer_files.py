@@ -98,8 +98,9 @@ def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokeniz
         ) from error
 
 
-_FEW = 0.9
-"""Share of the embeddings that a tokenizer uses at least: models round their number up."""
+_FEW, _SPARE = 0.9, 128
+"""Models round the number of embeddings up, `train.pretrain` to a multiple of 128: a tokenizer uses
+at least this share of them, or all but fewer than these."""
 
 
 def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int) -> str:
@@ -119,7 +120,7 @@ def fit_vocabulary(tokenizer: Tokenizer, flag: str, model: str, vocab_size: int)
       ValueError: other tokens than added ones have no embedding.
     """
     tokenizer.limit = vocab_size
-    if tokenizer.vocab_size < _FEW * vocab_size:
+    if tokenizer.vocab_size < min(_FEW * vocab_size, vocab_size - _SPARE + 1):
         return (
             f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens, and {model} has"
             f" {vocab_size:,} embeddings: it may belong to another model"

@@ -260,3 +260,22 @@ def test_no_thread_reads_on_after_a_save(tmp_path, monkeypatch, fails):
             stack.enter_context(pytest.raises(FileNotFoundError, match=str(folder)))
         save(tmp_path, 1)
     assert not [thread for thread in threading.enumerate() if thread.name == "digests"]
+
+
+def test_copies_of_checkpoints_and_rests_of_a_killed_save_do_no_harm(tmp_path):
+    save(tmp_path, 1)
+    for name in ("1.bak", "2.bak", "2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-1"):
+        shutil.copytree(tmp_path / "1", tmp_path / name)
+    save(tmp_path, 1, 2)
+    with opened(tmp_path) as again:
+        assert again.steps() == [1, 2]
+        assert again.check(2)
+    assert (tmp_path / "2.bak").is_dir()
+
+
+def test_a_damaged_file_that_is_not_needed_is_not_mentioned(tmp_path, caplog):
+    save(tmp_path, 1)
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text("z")
+    with opened(tmp_path) as again:
+        again.restore(1, like(SMALL), IDENTITY)
+    assert caplog.text == ""

@@ -80,9 +80,11 @@ def test_in_a_step_a_signal_is_acknowledged_at_once_and_a_second_one_ends(number
     assert program.returncode == 128 + signal.SIGTERM
 
 
-def test_one_signal_lets_the_run_save():
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_signal_lets_the_run_save_also_if_the_group_gets_it_too(times):
     program = start("steps", MOMENT)
-    program.send_signal(signal.SIGHUP)
+    for _ in range(times):
+        program.send_signal(signal.SIGHUP)
     printed, said = program.communicate(timeout=60)
     assert printed == "saved True SIGHUP\n"
     assert len(said.splitlines()) == 1

@@ -207,6 +207,7 @@ def test_an_added_token_without_an_embedding_is_refused_where_it_occurs(bpe, rol
     inner.add_special_tokens(["<pad>"])
     tokenizer = HuggingFaceTokenizer(inner, **{"eos": END_OF_TEXT, **roles})
     assert "may belong to another model" in fit_vocabulary(tokenizer, "--t", "M", 2 * limit)
+    assert fit_vocabulary(tokenizer, "--t", "M", 384) == ""  # The next multiple of 128.
     if message.startswith("the"):
         with pytest.raises(ValueError, match=re.escape(message)):
             fit_vocabulary(tokenizer, "--t", "M", limit)
