@@ -23,6 +23,7 @@ from train.run.export import ADAPTER, MODEL, TOKENIZER, save_tokenizer
 from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
+from train.run.program import writing_into
 from train.run.progress import saying
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import (
@@ -155,9 +156,10 @@ def begin(
             if rate := changed_rate(config.folder, config, int(state.step)):
                 console.print(f"[bold yellow]warning[/bold yellow]: {rate}")
         state = reformatted(state)
-        if hosts.is_main() and int(state.step) < config.steps:
-            write_settings(config.folder, user_config)
-        save_tokenizer(tokenizer, config.folder, is_new=int(state.step) == 0)
+        with writing_into(config.folder):
+            if hosts.is_main() and int(state.step) < config.steps:
+                write_settings(config.folder, user_config)
+            save_tokenizer(tokenizer, config.folder, is_new=int(state.step) == 0)
         lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 

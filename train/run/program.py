@@ -4,8 +4,9 @@ import contextlib
 import errno
 import io
 import os
+import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console
@@ -128,6 +129,17 @@ def reporting_errors(program: Callable[[], T]) -> T:
         return program()
     except (ValueError, OSError) as error:
         raise BadRunError(described(error)) from error
+
+
+@contextlib.contextmanager
+def writing_into(folder: pathlib.Path) -> Iterator[None]:
+    """Context whose errors of the machine name a folder: those of a full disk name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(folder)
+        raise
 
 
 def described(error: ValueError | OSError) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_limits_of_the_machine_are_described_with_a_cure(code, text):
             lambda: (_ for _ in ()).throw(OSError(code, os.strerror(code), "x"))
         )
     assert str(raised.value) == text
+
+
+def test_a_full_disk_is_named_by_the_folder_if_by_nothing_else():
+    with pytest.raises(OSError, match="full") as raised, program.writing_into(pathlib.Path("run")):
+        raise OSError(errno.ENOSPC, "full")
+    assert program.described(raised.value) == "full: run: free some space."
+    with pytest.raises(OSError, match="full") as raised, program.writing_into(pathlib.Path("run")):
+        raise OSError(errno.ENOSPC, "full", "a file")
+    assert raised.value.filename == "a file"
 
 
 # 15 s of processor time: two runs in separate processes.
