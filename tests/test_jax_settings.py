@@ -5,6 +5,7 @@ It takes 65 s of processor time, most of it tracing: a function is traced anew u
 
 import contextlib
 import functools
+import gc
 import inspect
 
 import equinox as eqx
@@ -306,11 +307,19 @@ def noting(failures, key):
         failures[key] = f"{type(error).__name__}: {error}"
 
 
+@contextlib.contextmanager
+def checking_leaks():
+    """`jax.checking_leaks`. It looks at all objects at every trace: not those of other tests."""
+    gc.freeze()
+    with jax.checking_leaks():
+        yield
+
+
 # With what is compared: a setting that only forbids something changes no program.
 SETTINGS = {
     "numpy_rank_promotion": (lambda: jax.numpy_rank_promotion("raise"), "program"),
     "numpy_dtype_promotion": (lambda: jax.numpy_dtype_promotion("strict"), "program"),
-    "checking_leaks": (jax.checking_leaks, "program"),
+    "checking_leaks": (checking_leaks, "program"),
     "disable_jit": (jax.disable_jit, "shapes"),
     "enable_x64": (lambda: jax.enable_x64(True), "shapes"),
     "debug_nans": (lambda: jax.debug_nans(True), "shapes"),
