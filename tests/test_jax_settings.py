@@ -308,18 +308,20 @@ def noting(failures, key):
 
 
 @contextlib.contextmanager
-def checking_leaks():
-    """`jax.checking_leaks`. It looks at all objects at every trace: not those of other tests."""
-    gc.freeze()
-    with jax.checking_leaks():
+def forbidding():
+    """All settings that only forbid something, at once: a function is traced anew under each."""
+    gc.freeze()  # Leaks are searched among all objects at every trace: not those of other tests.
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.checking_leaks(),
+    ):
         yield
 
 
 # With what is compared: a setting that only forbids something changes no program.
 SETTINGS = {
-    "numpy_rank_promotion": (lambda: jax.numpy_rank_promotion("raise"), "program"),
-    "numpy_dtype_promotion": (lambda: jax.numpy_dtype_promotion("strict"), "program"),
-    "checking_leaks": (checking_leaks, "program"),
+    "rank promotion, dtype promotion, leaks": (forbidding, "program"),
     "disable_jit": (jax.disable_jit, "shapes"),
     "enable_x64": (lambda: jax.enable_x64(True), "shapes"),
     "debug_nans": (lambda: jax.debug_nans(True), "shapes"),
