@@ -15,7 +15,7 @@ from actjax.residuals.arrays_alone import open_function
 from actjax.residuals.candidates import Candidate, Recompute, Settings
 from actjax.residuals.function import compressed_function
 from actjax.residuals.graph.products import product_flops
-from actjax.residuals.graph.variables import is_floating
+from actjax.residuals.graph.variables import is_array, is_floating
 
 Gradient = Callable[..., Any]
 """From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""
@@ -213,23 +213,25 @@ class BoundLoss:
 
         def value(*args: Any) -> jax.Array:
             output = opened.fun(*args)[0]
-            if not has_aux:
-                return output
-            if not isinstance(output, tuple | list) or len(output) != 2:
+            if has_aux and (not isinstance(output, tuple | list) or len(output) != 2):
                 raise ValueError(
                     "`fun` must return a floating point scalar and auxiliary data, got one"
                     f" {type(output).__name__}: pass has_aux=False."
                 )
-            return output[0]
+            loss = output[0] if has_aux else output
+            self._check(loss, has_aux)
+            return loss
 
         self._value = value
-        self._check(jax.eval_shape(value, *opened.args), has_aux)
+        jax.eval_shape(value, *opened.args)
 
     @staticmethod
-    def _check(shape: Any, has_aux: bool) -> None:
-        if hasattr(shape, "shape") and shape.shape == () and is_floating(shape):
+    def _check(loss: Any, has_aux: bool) -> None:
+        if is_array(loss) and loss.shape == () and is_floating(loss):
             return
-        text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shape)
+        text = jax.tree.map(
+            lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__, loss
+        )
         raise ValueError(
             f"`fun` must return a floating point scalar{' and auxiliary data' if has_aux else ''},"
             f" got {text}: return a mean, or pass has_aux={not has_aux}."

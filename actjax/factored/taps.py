@@ -13,6 +13,7 @@ from actjax.codecs.basis import BITS
 from actjax.factored.low_rank import LowRank
 from actjax.factored.tapped import TappedWeight
 from actjax.residuals.graph.uses import Use, find_uses
+from actjax.residuals.graph.variables import is_array
 
 
 @jax.tree_util.register_dataclass
@@ -139,9 +140,12 @@ def uses_by_path(
 ) -> tuple[list[str], list[list[Use]]]:
     """Returns the paths of the leaves of `parameters`, and where `fun` reads each of them."""
     named, treedef = named_leaves(parameters), jax.tree.structure(parameters)
-    traced = jax.make_jaxpr(lambda leaves, args: fun(jax.tree.unflatten(treedef, leaves), *args))(
-        list(named.values()), args
-    )
+
+    def arrays_of(leaves: Any, args: Any) -> list[Any]:
+        outputs = jax.tree.leaves(fun(jax.tree.unflatten(treedef, leaves), *args))
+        return [x for x in outputs if is_array(x)]  # Auxiliary outputs may be text.
+
+    traced = jax.make_jaxpr(arrays_of)(list(named.values()), args)
     return list(named), find_uses(traced.jaxpr)[: len(named)]
 
 

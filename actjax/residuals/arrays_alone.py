@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from actjax._core.nnx_modules import Opened, open_modules
+from actjax.residuals.graph.variables import is_array
 
 
 def open_function(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> Opened:
@@ -38,16 +39,12 @@ def without_statics(
       args: its arguments.
     """
     leaves, treedef = jax.tree.flatten(args)
-    if all(map(_is_array, leaves)):
+    if all(map(is_array, leaves)):
         return fun, args
 
     def of_arrays(*args: Any) -> Any:
         arrays = treedef.flatten_up_to(args)
-        merged = [y if _is_array(x) else x for x, y in zip(leaves, arrays, strict=True)]
+        merged = [y if is_array(x) else x for x, y in zip(leaves, arrays, strict=True)]
         return fun(*treedef.unflatten(merged))
 
-    return of_arrays, treedef.unflatten([x if _is_array(x) else None for x in leaves])
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype")
+    return of_arrays, treedef.unflatten([x if is_array(x) else None for x in leaves])

@@ -14,7 +14,7 @@ from actjax.codecs import Codec
 from actjax.residuals.graph.equations import joined_scopes
 from actjax.residuals.graph.origins import Origin, Origins
 from actjax.residuals.graph.rebuilding import Graph, is_cheap
-from actjax.residuals.graph.variables import is_floating
+from actjax.residuals.graph.variables import is_floating, is_on_host
 from actjax.residuals.residual_codecs import ResidualCodec, fitted, in_bits
 
 LARGEST_OVER_SMALL = 32
@@ -214,6 +214,8 @@ def _describe(
         reason = "stored by an actjax operator"
     elif origin.tag is not None and origin.tag.left:
         reason = "handled inside its loop"
+    elif is_on_host(aval):
+        reason = "on the host, by a policy of jax.checkpoint"
     elif origin.operator == "while":
         reason = _LOOP
     elif origin.operator in _FACTORS:

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 from actjax.residuals.graph.equations import called, in_scope_of, run_equation
+from actjax.residuals.graph.variables import is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +20,20 @@ class Closed:
       constants: arrays that the function closes over, including tracers of surrounding traces.
       arguments: leaves of its arguments.
       treedef: structure of its output.
+      statics: leaves of its output that are not arrays, such as text; None in the place of arrays.
     """
 
     jaxpr: core.Jaxpr
     constants: list[Any]
     arguments: list[Any]
     treedef: Any
+    statics: list[Any]
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """Returns the output from its leaves."""
-        return jax.tree.unflatten(self.treedef, outputs)
+        """Returns the output from its arrays."""
+        arrays = iter(outputs)
+        leaves = [next(arrays) if x is None else x for x in self.statics]
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
@@ -38,15 +43,15 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     to tracers that exist now, so everything that the function reads becomes an input.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
-    structures: list[Any] = []
+    structures: list[tuple[Any, list[Any]]] = []
 
     def flat(*leaves: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
-        structures.append(structure)
-        return outputs
+        structures.append((structure, [None if is_array(x) else x for x in outputs]))
+        return [x for x in outputs if is_array(x)]
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    return Closed(traced.jaxpr, list(traced.consts), leaves, structures[-1])
+    return Closed(traced.jaxpr, list(traced.consts), leaves, *structures[-1])
 
 
 def inlined(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -10,7 +11,17 @@ def nbytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
+def is_array(x: Any) -> bool:
+    """Returns whether a leaf of a pytree is an array, and no Python number, text or function."""
+    return hasattr(x, "dtype")
+
+
 def is_floating(x: Any) -> bool:
     """Returns whether an array, a shape or an abstract value has floating point numbers."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Returns whether an array is in the memory of the host, beside that of its device."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
