@@ -17,8 +17,9 @@ from rich.text import Text
 from actjax._core.tags import Tag
 from actjax.codecs import Exact
 from actjax.residuals.arrays_alone import without_statics
+from actjax.residuals.candidates import ON_HOST
 from actjax.residuals.graph.origins import Origin, Origins
-from actjax.residuals.graph.variables import is_floating
+from actjax.residuals.graph.variables import is_floating, is_on_host
 from actjax.residuals.graph.variables import nbytes as nbytes_of
 
 _ALIVE = "alive without the backward pass"
@@ -34,7 +35,8 @@ class Residual:
       shape: shape of the exact array, stacked over layers under `scan`.
       dtype: dtype of the exact array.
       exact_bytes: bytes of the exact array.
-      stored_bytes: bytes that are stored; 0 if it is alive without the backward pass.
+      stored_bytes: bytes that are stored on the device; 0 if it is alive without the backward
+        pass, or in the memory of the host.
       codec: the codec, as text; empty if no actjax operator stores it.
       reason: why no codec stores it; empty if a codec does.
     """
@@ -189,6 +191,8 @@ def _uncoded(var: core.Var, origin: Origin, arguments: dict[core.Var, str]) -> R
     if origin.outer in arguments:
         operator, name = "argument", arguments[origin.outer]
         reason = _ALIVE
+    elif is_on_host(var.aval):
+        reason = ON_HOST
     elif origin.tag is not None and origin.tag.left:
         operator, name, reason = origin.tag.operator, origin.tag.name, origin.tag.left
     elif tags:
@@ -204,7 +208,7 @@ def _uncoded(var: core.Var, origin: Origin, arguments: dict[core.Var, str]) -> R
         shape=_shape(var),
         dtype=str(_dtype(var)),
         exact_bytes=nbytes,
-        stored_bytes=0 if reason == _ALIVE else nbytes,
+        stored_bytes=0 if reason in (_ALIVE, ON_HOST) else nbytes,
         codec=codec,
         reason=reason,
     )

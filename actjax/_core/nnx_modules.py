@@ -34,7 +34,8 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
       where: the transform, for messages.
 
     Raises:
-      ValueError: when called, if `fun` adds variables to a module, or removes them.
+      ValueError: when called, if `fun` adds variables to a module in other places than attributes
+        of its modules, where `sow` puts them, or removes variables.
     """
     nnx: Any = sys.modules.get("flax.nnx")
 
@@ -55,6 +56,7 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         for i, x in enumerate(leaves)
     ]
     written: dict[int, list[int]] = {}
+    added: dict[int, dict[Any, Any]] = {}
     settings: dict[int, dict[Any, Any]] = {}
 
     def of_arrays(*args: Any) -> Any:
@@ -65,23 +67,29 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         output = fun(*treedef.unflatten(values))
         changes = []
         for name, copy in copies.items():
-            state = nnx.state(copy)
-            _check_paths(nnx, states[name], state, copy, where)
-            after = _values(nnx, state)
-            pairs = zip(before[name], after, strict=True)
+            after = dict(nnx.to_flat_state(nnx.state(copy)))
+            known = {path: after.pop(path, None) for path, _ in nnx.to_flat_state(states[name])}
+            lost = [path for path, variable in known.items() if variable is None]
+            _check_paths(nnx, lost, after, copy, where)
+            values = [variable.get_value() for variable in known.values()]
+            pairs = zip(before[name], values, strict=True)
             written[name] = [i for i, (old, new) in enumerate(pairs) if _differs(old, new)]
+            added[name] = {path: type(variable) for path, variable in after.items()}
             settings[name] = _settings(nnx, copy)
-            changes.append([after[i] for i in written[name]])
+            new = [variable.get_value() for variable in after.values()]
+            changes.append(([values[i] for i in written[name]], new))
         return output, changes
 
     def finish(result: Any) -> Any:
         output, changes = result
-        for (name, module), values in zip(modules.items(), changes, strict=True):
-            variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable(nnx))
+        for (name, module), (values, new) in zip(modules.items(), changes, strict=True):
+            variables = [variable for _, variable in nnx.to_flat_state(nnx.state(module))]
             for i, value in zip(written[name], values, strict=True):
                 variables[i].set_value(value)
             old = _settings(nnx, module)
             nodes = dict(nnx.iter_modules(module))
+            for ((*parent, attribute), kind), value in zip(added[name].items(), new, strict=True):
+                setattr(nodes[tuple(parent)], attribute, kind(value))
             for (path, attribute), value in settings[name].items():
                 if old.get((path, attribute), _MISSING) != value:
                     setattr(nodes[path], attribute, value)
@@ -115,8 +123,8 @@ def _is_variable(nnx: Any) -> Callable[[Any], bool]:
 
 
 def _values(nnx: Any, state: Any) -> list[Any]:
-    """Returns the values of the variables of a state."""
-    return [x.get_value() for x in jax.tree.leaves(state, is_leaf=_is_variable(nnx))]
+    """Returns the values of the variables of a state, in the order of their paths."""
+    return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
 
 
 def _differs(old: Any, new: Any) -> bool:
@@ -135,9 +143,10 @@ def _settings(nnx: Any, module: Any) -> dict[Any, Any]:
     }
 
 
-def _check_paths(nnx: Any, old: Any, new: Any, module: Any, where: str) -> None:
-    paths = [{path for path, _ in nnx.to_flat_state(state)} for state in (old, new)]
-    if odd := sorted(map(str, paths[0] ^ paths[1])):
+def _check_paths(nnx: Any, lost: Any, added: Any, module: Any, where: str) -> None:
+    """Raises a `ValueError` if variables are gone, or new ones are no attributes of modules."""
+    nodes = {path for path, _ in nnx.iter_modules(module)}
+    if odd := sorted(map(str, [*lost, *(path for path in added if path[:-1] not in nodes)])):
         raise ValueError(
             f"{where}: the function adds variables to a {type(module).__name__}, or removes them:"
             f" {', '.join(odd[:3])}. They would be lost: call it once before, without the"

@@ -234,7 +234,7 @@ class BoundLoss:
         )
         raise ValueError(
             f"`fun` must return a floating point scalar{' and auxiliary data' if has_aux else ''},"
-            f" got {text}: return a mean, or pass has_aux={not has_aux}."
+            f" got {' '.join(str(text).split())}: return a mean, or pass has_aux={not has_aux}."
         )
 
     def gradient(

@@ -32,6 +32,8 @@ _FACTORS = frozenset({
     "schur", "svd", "triangular_solve", "tridiagonal_solve",
 })  # fmt: skip
 """A small error of a factor of a badly conditioned matrix is a large one of the solution."""
+ON_HOST = "in the memory of the host"
+"""Where a policy of `jax.checkpoint` put it."""
 _NOT_FLOATING = "not floating point"
 
 
@@ -215,7 +217,7 @@ def _describe(
     elif origin.tag is not None and origin.tag.left:
         reason = "handled inside its loop"
     elif is_on_host(aval):
-        reason = "on the host, by a policy of jax.checkpoint"
+        reason = ON_HOST
     elif origin.operator == "while":
         reason = _LOOP
     elif origin.operator in _FACTORS:

@@ -98,13 +98,35 @@ def test_a_loss_in_the_state_reaches_the_gradient(wrap):
 
 
 @every_transform
-def test_new_variables_and_writes_to_a_module_outside_are_refused(wrap):
-    def adds(model, x):
-        model.extra = nnx.BatchStat(x)
-        return loss(model, x)
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_variables_that_are_sown_or_set_are_those_of_flax(wrap):
+    def sows(model, x):
+        h = model(x)
+        model.sow(nnx.Intermediate, "h", h)
+        model.up.sow(nnx.Intermediate, "mean", h.mean())
+        model.extra = nnx.BatchStat(2 * x)
+        return (h**2).sum()
+
+    plain, model = make(), make()
+    for fun, written in ((sows, plain), (wrap(sows), model)):
+        step = nnx.jit(nnx.grad(fun))
+        for _ in range(2):
+            step(written, X)
+        assert len(written.h.get_value()) == len(written.up.mean.get_value()) == 2
+        assert type(written.extra) is nnx.BatchStat
+    assert_close(state_of(model), state_of(plain))
+    assert len(jax.tree.leaves(nnx.pop(model, nnx.Intermediate))) == 4
+
+
+@every_transform
+def test_variables_that_go_and_writes_to_a_module_outside_are_refused(wrap):
+    def removes(model, x):
+        value = loss(model, x)
+        del model.norm
+        return value
 
     model = make()
-    with pytest.raises(ValueError, match=r"adds variables to a Model.*'extra'.*would be lost"):
-        nnx.eval_shape(lambda model: nnx.grad(wrap(adds))(model, X), model)
+    with pytest.raises(ValueError, match=r"adds variables to a Model, or removes.*'norm'.*be lost"):
+        nnx.eval_shape(lambda model: nnx.grad(wrap(removes))(model, X), model)
     with pytest.raises(Exception, match="Cannot mutate"):
         jax.eval_shape(jax.grad(lambda x: wrap(lambda m, x: loss(model, x))({}, x)), X)

@@ -4,6 +4,8 @@ Bounds are generous. 4 bits in groups of 16 have levels 1/15 of the range of a g
 error of a tenth of its deviation; a quarter is room for a few layers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,3 +163,27 @@ def test_factored_gradients_stay_factored():
     got, want = run({"a": normal(1, 8, 8), "b": normal(2, 8, 8)}, normal(0, 16, 8))
     for name in want:
         assert_close(got[name].dense(), want[name].dense(), 1e-5)  # Float32.
+
+
+def test_arrays_that_a_policy_offloads_are_left_on_the_host():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["saved"], names_which_can_be_offloaded=["offloaded"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        h = checkpoint_name(jax.nn.gelu(x @ w), "offloaded")
+        return x + checkpoint_name(jnp.tanh(h @ w.T), "saved"), None
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    w, x = normal(0, 2, 16, 32) / 4, normal(1, 8, 16)
+    coded = compress_residuals(loss, EIGHT)
+    got, want = (jax.jit(jax.grad(f))(w, x) for f in (coded, loss))
+    assert 0 < relative_error(got, want) < 0.01
+    for fun in (coded, loss):
+        rows = actjax.explain(fun, w, x).residuals
+        (offloaded,) = (row for row in rows if row.operator == "device_put")
+        assert (offloaded.stored_bytes, offloaded.reason) == (0, "in the memory of the host")
