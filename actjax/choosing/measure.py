@@ -218,7 +218,7 @@ class BoundLoss:
                     "`fun` must return a floating point scalar and auxiliary data, got one"
                     f" {type(output).__name__}: pass has_aux=False."
                 )
-            loss = output[0] if has_aux else output
+            loss: Any = output[0] if has_aux else output
             self._check(loss, has_aux)
             return loss
 
