@@ -43,7 +43,7 @@ class Ahead:
         """Begins.
 
         Args:
-          files: returns those that there are so far, complete or not.
+          files: returns the files of the folder so far, complete or not.
         """
         self._files, self._found = files, dict[tuple[int, ...], str]()
         self._stopped = threading.Event()
@@ -60,13 +60,16 @@ class Ahead:
         return self._found.get(_version(path)) or _of_file(path)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_INTERVAL):
+        took = 0.0
+        while not self._stopped.wait(max(_INTERVAL, 10 * took)):  # A slow file system is let be.
+            began = time.monotonic()
             with contextlib.suppress(OSError):  # A file that went away, as temporary ones do.
                 for path in self._files():
                     version = *_, written = _version(path)
                     is_quiet = time.time_ns() - written > _INTERVAL * 1e9
                     if is_quiet and version not in self._found and not self._stopped.is_set():
                         self._found[version] = _of_file(path)
+            took = time.monotonic() - began
 
 
 def write(

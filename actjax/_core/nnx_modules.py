@@ -55,7 +55,7 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         (states[id(x)] if first[id(x)] == i else None) if is_module(x) else x
         for i, x in enumerate(leaves)
     ]
-    written: dict[int, list[int]] = {}
+    written: dict[int, list[Any]] = {}
     added: dict[int, dict[Any, Any]] = {}
     settings: dict[int, dict[Any, Any]] = {}
 
@@ -67,29 +67,29 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         output = fun(*treedef.unflatten(values))
         changes = []
         for name, copy in copies.items():
-            after = dict(nnx.to_flat_state(nnx.state(copy)))
-            known = {path: after.pop(path, None) for path, _ in nnx.to_flat_state(states[name])}
-            lost = [path for path, variable in known.items() if variable is None]
-            _check_paths(nnx, lost, after, copy, where)
-            values = [variable.get_value() for variable in known.values()]
-            pairs = zip(before[name], values, strict=True)
-            written[name] = [i for i, (old, new) in enumerate(pairs) if _differs(old, new)]
-            added[name] = {path: type(variable) for path, variable in after.items()}
+            old, state = before[name], nnx.state(copy)
+            _check_paths(nnx, old.keys(), state, modules[name], where)
+            variables, now = dict(nnx.to_flat_state(state)), _values(nnx, state)
+            written[name] = [path for path in old if _differs(old[path], now[path])]
+            added[name] = {
+                path: (type(x), x.get_metadata())
+                for path, x in variables.items()
+                if path not in old
+            }
             settings[name] = _settings(nnx, copy)
-            new = [variable.get_value() for variable in after.values()]
-            changes.append(([values[i] for i in written[name]], new))
+            changes.append([[now[path] for path in paths[name]] for paths in (written, added)])
         return output, changes
 
     def finish(result: Any) -> Any:
         output, changes = result
         for (name, module), (values, new) in zip(modules.items(), changes, strict=True):
-            variables = [variable for _, variable in nnx.to_flat_state(nnx.state(module))]
-            for i, value in zip(written[name], values, strict=True):
-                variables[i].set_value(value)
+            variables = dict(nnx.to_flat_state(nnx.state(module)))
+            for path, value in zip(written[name], values, strict=True):
+                variables[path].set_value(value)
             old = _settings(nnx, module)
             nodes = dict(nnx.iter_modules(module))
-            for ((*parent, attribute), kind), value in zip(added[name].items(), new, strict=True):
-                setattr(nodes[tuple(parent)], attribute, kind(value))
+            for (path, (kind, metadata)), value in zip(added[name].items(), new, strict=True):
+                setattr(nodes[path[:-1]], path[-1], kind(value, **metadata))
             for (path, attribute), value in settings[name].items():
                 if old.get((path, attribute), _MISSING) != value:
                     setattr(nodes[path], attribute, value)
@@ -122,9 +122,9 @@ def _is_variable(nnx: Any) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, nnx.Variable)
 
 
-def _values(nnx: Any, state: Any) -> list[Any]:
-    """Returns the values of the variables of a state, in the order of their paths."""
-    return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
+def _values(nnx: Any, state: Any) -> dict[Any, Any]:
+    """Returns the values of the variables of a state by path."""
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def _differs(old: Any, new: Any) -> bool:
@@ -143,10 +143,19 @@ def _settings(nnx: Any, module: Any) -> dict[Any, Any]:
     }
 
 
-def _check_paths(nnx: Any, lost: Any, added: Any, module: Any, where: str) -> None:
-    """Raises a `ValueError` if variables are gone, or new ones are no attributes of modules."""
-    nodes = {path for path, _ in nnx.iter_modules(module)}
-    if odd := sorted(map(str, [*lost, *(path for path in added if path[:-1] not in nodes)])):
+def _check_paths(nnx: Any, old: Any, state: Any, module: Any, where: str) -> None:
+    """Raises a `ValueError` if variables are gone, or new ones are no attributes of a module.
+
+    Args:
+      nnx: Flax.
+      old: paths of the variables before.
+      state: the state after.
+      module: the module before, to which new variables are added.
+      where: the transform, for messages.
+    """
+    nodes, now = {path for path, _ in nnx.iter_modules(module)}, dict(nnx.to_flat_state(state))
+    new = (path for path in now if path not in old and path[:-1] not in nodes)
+    if odd := sorted(map(str, [*(path for path in old if path not in now), *new])):
         raise ValueError(
             f"{where}: the function adds variables to a {type(module).__name__}, or removes them:"
             f" {', '.join(odd[:3])}. They would be lost: call it once before, without the"

@@ -104,7 +104,7 @@ def test_variables_that_are_sown_or_set_are_those_of_flax(wrap):
         h = model(x)
         model.sow(nnx.Intermediate, "h", h)
         model.up.sow(nnx.Intermediate, "mean", h.mean())
-        model.extra = nnx.BatchStat(2 * x)
+        model.extra = nnx.BatchStat(2 * x, mine="kept")
         return (h**2).sum()
 
     plain, model = make(), make()
@@ -114,6 +114,7 @@ def test_variables_that_are_sown_or_set_are_those_of_flax(wrap):
             step(written, X)
         assert len(written.h.get_value()) == len(written.up.mean.get_value()) == 2
         assert type(written.extra) is nnx.BatchStat
+        assert written.extra.get_metadata()["mine"] == "kept"
     assert_close(state_of(model), state_of(plain))
     assert len(jax.tree.leaves(nnx.pop(model, nnx.Intermediate))) == 4
 
@@ -125,7 +126,13 @@ def test_variables_that_go_and_writes_to_a_module_outside_are_refused(wrap):
         del model.norm
         return value
 
+    def adds_a_module(model, x):
+        model.extra = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        return loss(model, model.extra(x))
+
     model = make()
+    with pytest.raises(ValueError, match=r"adds variables to a Model.*'extra', 'bias'.*be lost"):
+        nnx.eval_shape(lambda model: nnx.grad(wrap(adds_a_module))(model, X), model)
     with pytest.raises(ValueError, match=r"adds variables to a Model, or removes.*'norm'.*be lost"):
         nnx.eval_shape(lambda model: nnx.grad(wrap(removes))(model, X), model)
     with pytest.raises(Exception, match="Cannot mutate"):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 _SAME_TIME = 0.02
-"""Seconds within which two equal signals are one."""
+"""Seconds in which equal signals count once."""
 
 _reactions: dict[int, Callable[[int], None]] = {}
 """What the thread does on a signal, by number."""
