@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from residuals.residual_helpers import CODE, normal
+from residuals.residual_helpers import CODE, normal, relative_error
 
 import actjax
-from actjax import Exact
+from actjax import Exact, Quantized, compress_residuals
 
 W, X = normal(0, 16, 16), normal(1, 8, 16)
 MODEL = eqx.nn.MLP(16, 16, 16, 1, jnp.tanh, key=jax.random.key(0))
@@ -69,3 +69,18 @@ def test_compress_says_what_a_loss_without_has_aux_returns():
 
 def test_a_function_with_text_among_its_outputs_is_explained():
     assert actjax.explain(loss, W, X).stored_bytes >= X.nbytes
+
+
+def test_an_argument_with_a_dtype_that_is_no_array_is_static():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        dtype: object = jnp.float32
+        scale: float = 2.0
+
+    def loss(w, config, kind, x):
+        return jnp.sum(jax.nn.gelu(x.astype(kind) @ w) ** 2) * config.scale
+
+    w, x = normal(0, 16, 16), normal(1, 32, 16)
+    coded = compress_residuals(loss, Quantized(4))
+    got, want = (jax.grad(lambda w, f=f: f(w, Config(), jnp.float32, x))(w) for f in (coded, loss))
+    assert 0 < relative_error(got, want) < 0.2

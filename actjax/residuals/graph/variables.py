@@ -4,6 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import AbstractValue
+
+_ARRAYS = (jax.Array, jax.Ref, jax.ShapeDtypeStruct, np.ndarray, np.generic, AbstractValue)
 
 
 def nbytes(var: Any) -> int:
@@ -12,8 +16,11 @@ def nbytes(var: Any) -> int:
 
 
 def is_array(x: Any) -> bool:
-    """Returns whether a leaf of a pytree is an array, and no Python number, text or function."""
-    return hasattr(x, "dtype")
+    """Returns whether a leaf of a pytree is an array, and no Python number, text or function.
+
+    A configuration or a module of linen may have a `dtype` too, and is none.
+    """
+    return isinstance(x, _ARRAYS)
 
 
 def is_floating(x: Any) -> bool:
