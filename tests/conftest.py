@@ -39,6 +39,7 @@ a program for each case: jit the body of a test, build inputs in NumPy, put case
 MORE_COMPILATIONS = {
     "choosing/test_compress.py": 110,
     "optim/test_in_place.py": 140,
+    "residuals/test_sensitive.py": 160,
     "test_jax_settings.py": 600,
     "test_pages.py": 140,
     "train/test_finetune.py": 110,

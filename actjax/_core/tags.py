@@ -121,6 +121,14 @@ def tag_left(x: jax.Array, reason: str, operator: str, name: str) -> jax.Array:
     return _tag(x, x, _LEFT + reason, operator, name, 0)
 
 
+EXACT_INPUT = "a segment must be computed again from exact values"
+
+
+def tag_exact(x: jax.Array) -> jax.Array:
+    """Tags an array between segments that no rule decides on."""
+    return tag_left(x, EXACT_INPUT, "segment", "input")
+
+
 def _tag(
     leaf: jax.Array, x: jax.Array, codec: str, operator: str, name: str, index: int
 ) -> jax.Array:

@@ -3,17 +3,17 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax._core.tags import Tag
+from actjax._core.tags import EXACT_INPUT, Tag
 from actjax.codecs import Codec
-from actjax.residuals.graph.equations import joined_scopes
+from actjax.residuals.graph.equations import body_of, joined_scopes
 from actjax.residuals.graph.origins import Origin, Origins
-from actjax.residuals.graph.rebuilding import Graph, is_cheap
+from actjax.residuals.graph.rebuilding import Form, Graph, is_cheap
 from actjax.residuals.graph.variables import is_floating, is_on_host
 from actjax.residuals.residual_codecs import ResidualCodec, fitted, in_bits
 
@@ -52,7 +52,9 @@ class Candidate:
         Flax linen, Haiku and Equinox (`eqx.nn`) open one each. Empty if there are none. All layers
         of a `lax.scan` have one scope; loops of one scope are told apart by "loop 1" and so on.
       layers: iterations of the loops that it is made in, which all store one; 1 outside of loops.
-      occurrence: how many arrays with the same scope and name come before it.
+      occurrence: how many results of the program with the same scope and name (and operation, if
+        it is named after its line) come before it.
+      has_line: whether its name is the line of the program that made it.
     """
 
     name: str
@@ -62,11 +64,16 @@ class Candidate:
     scope: str = ""
     layers: int = 1
     occurrence: int = 0
+    has_line: bool = False
 
     @property
     def label(self) -> str:
-        """Scope and name, and "#1" and so on after the first array that has both."""
+        """Scope, name, and the operation if the name is that of a line; "#1" and so on after that.
+
+        It does not depend on which arrays are stored, and so not on which arguments are traced.
+        """
         label = joined_scopes(self.scope, self.name)
+        label = f"{label} {self.primitive}" if self.has_line else label
         return f"{label}#{self.occurrence}" if self.occurrence else label
 
     @property
@@ -108,6 +115,7 @@ class Settings:
       remat: what is computed again in the backward pass; by default nothing but what is cheap.
       scope: name scopes of the loop that is traced.
       layers: iterations of the loops around it.
+      used: called with each array that the rule decides on and that the gradient needs.
     """
 
     rule: Rule | Codec
@@ -115,6 +123,7 @@ class Settings:
     remat: Recompute | None = None
     scope: str = ""
     layers: int = 1
+    used: Callable[[Candidate], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +170,19 @@ def describe(
         if var in foreign and not array.reason:
             array = dataclasses.replace(array, reason=_FOREIGN)
         arrays.append(array)
-    return _told_apart(arrays)
+    return _told_apart(arrays, jaxpr, origins, settings)
 
 
-def decide(arrays: list[Kept], rule: Rule | Codec) -> tuple[list[ResidualCodec | None], list[str]]:
-    """Returns what stores each array, and for those that are stored exactly the reason."""
+def decide(
+    arrays: list[Kept], rule: Rule | Codec, forms: Mapping[core.Var, Form]
+) -> tuple[list[ResidualCodec | None], list[str]]:
+    """Returns what stores each array, and for those that are stored exactly the reason.
+
+    Args:
+      arrays: the arrays.
+      rule: selects codecs.
+      forms: in which arrays are encoded.
+    """
     largest = max((k.candidate.size for k in arrays if not k.reason), default=0)
     is_small = lambda c: not c.shape or c.size * LARGEST_OVER_SMALL < largest  # noqa: E731
     if isinstance(rule, Codec):
@@ -181,7 +198,8 @@ def decide(arrays: list[Kept], rule: Rule | Codec) -> tuple[list[ResidualCodec |
         elif not reason:
             chosen = rule(what)
             if isinstance(chosen, Codec):
-                stored, reason = fitted(chosen, what.shape, what.dtype), NO_SMALLER
+                form = forms.get(k.var, Form())
+                stored, reason = fitted(chosen, what.shape, what.dtype, form), NO_SMALLER
             elif chosen is None or (isinstance(chosen, str) and chosen == "leave"):
                 reason = LEFT_BY_RULE
             else:
@@ -215,7 +233,7 @@ def _describe(
     elif origin.tag is not None and origin.tag.is_code:
         reason = "stored by an actjax operator"
     elif origin.tag is not None and origin.tag.left:
-        reason = "handled inside its loop"
+        reason = EXACT_INPUT if origin.tag.left == EXACT_INPUT else "handled inside its loop"
     elif is_on_host(aval):
         reason = ON_HOST
     elif origin.operator == "while":
@@ -226,22 +244,55 @@ def _describe(
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
         reason = _NOT_FLOATING
-    scope = joined_scopes(settings.scope, origin.scope)
-    shape, dtype = tuple(aval.shape), str(aval.dtype)
-    return Kept(var, Candidate(name, primitive, shape, dtype, scope, settings.layers), reason)
+    has_line = not tagged and primitive not in ("argument", "constant")
+    what = Candidate(
+        name,
+        primitive,
+        tuple(aval.shape),
+        str(aval.dtype),
+        joined_scopes(settings.scope, origin.scope),
+        settings.layers,
+        has_line=has_line,
+    )
+    return Kept(var, what, reason)
 
 
-def _told_apart(arrays: Sequence[Kept]) -> list[Kept]:
+def _told_apart(
+    arrays: Sequence[Kept], jaxpr: core.Jaxpr, origins: Origins, settings: Settings
+) -> list[Kept]:
     """Returns the same arrays, with numbers where several have one scope and name."""
+    places = _places(arrays, jaxpr, origins, settings)
     count: collections.Counter[tuple[str, str]] = collections.Counter()
     result = []
     for array in arrays:
         what = array.candidate
-        if not array.reason:
+        if not array.reason and what.has_line:
+            what = dataclasses.replace(what, occurrence=places[array.var])
+        elif not array.reason:
             what = dataclasses.replace(what, occurrence=count[what.scope, what.name])
             count[what.scope, what.name] += 1
         result.append(dataclasses.replace(array, candidate=what))
     return result
+
+
+def _places(
+    arrays: Sequence[Kept], jaxpr: core.Jaxpr, origins: Origins, settings: Settings
+) -> dict[Any, int]:
+    """Returns how many results of the same operation in the same line come before each result."""
+    wanted = {array.candidate.primitive for array in arrays if array.candidate.has_line}
+    count: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    places = {}
+    for eqn in jaxpr.eqns:
+        is_passed = eqn.primitive.name == "optimization_barrier" or body_of(eqn) is not None
+        if eqn.primitive.name not in wanted and not is_passed:
+            continue
+        for var in eqn.outvars:
+            origin = origins.of(var)
+            if origin.operator in wanted:
+                key = joined_scopes(settings.scope, origin.scope), origin.name, origin.operator
+                places[var] = count[key]
+                count[key] += 1
+    return places
 
 
 def _tagged_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:

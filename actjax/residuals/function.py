@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.extend import core
 
+from actjax._core.tags import tag_exact
 from actjax.codecs import Codec
 from actjax.residuals.arrays_alone import open_function
 from actjax.residuals.candidates import Candidate, Recompute, Rule, Settings
@@ -30,11 +31,10 @@ from actjax.residuals.graph.equations import (
 )
 from actjax.residuals.graph.one_way import ONE_WAY, passing_one_way, without_derivative
 from actjax.residuals.graph.programs import Handler, Search, close, inlined, run_inlined
-from actjax.residuals.graph.segments import cut, pieces
+from actjax.residuals.graph.segments import chosen_by, cut, pieces
 from actjax.residuals.graph.variables import is_floating
 from actjax.residuals.passes import key_of, run_compressed
 from actjax.residuals.plan import make_plan
-from actjax.residuals.residual_codecs import Reshaped
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -176,7 +176,6 @@ def _compress(
     """
     words, treedef = jax.tree.flatten(key)
     inputs = [*program.consts, *arguments, *words]
-    # The custom rules of some libraries refuse to be differentiated in their data.
     data = [not isinstance(x, Tracer) for x in inputs]
     if fixed is not None:
         data = [*fixed, *(True,) * len(words)]
@@ -186,7 +185,7 @@ def _compress(
 
     # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
     # outside of the loop that a key belongs to.
-    def run(*inputs: Any) -> list[Any]:
+    def run(data: Sequence[bool], *inputs: Any) -> list[Any]:
         closed = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
         run_key = jax.tree.unflatten(treedef, inputs[last:])
         if settings.remat is None:
@@ -195,16 +194,28 @@ def _compress(
             closed, inputs[first:last], dies[:last], data[:last], settings, settings.remat, run_key
         )
 
+    def planned(data: Sequence[bool]) -> Any:
+        made = make_plan(functools.partial(run, data), inputs, names, dies, data, settings, one_way)
+        return *made, functools.partial(run, data)
+
     if all(data):
-        return run(*inputs)
-    plan, codecs = make_plan(run, inputs, names, dies, data, settings, one_way)
+        return run(data, *inputs)
+    try:
+        # What is stored must not depend on whether a batch is closed over, or a step is jitted.
+        unknown = [False] * len(program.jaxpr.constvars + program.jaxpr.invars)
+        plan, codecs, chosen_run = planned([*(fixed or unknown), *data[last:]])
+    except Exception:
+        if fixed is not None or not any(data[:last]):
+            raise
+        # The custom rules of some libraries refuse to be differentiated in their data.
+        plan, codecs, chosen_run = planned(data)
     if not plan.kept and not (one_way and plan.smooth_outputs):
-        return run(*inputs)
+        return chosen_run(*inputs)
     for i, codec in enumerate(codecs):
-        if isinstance(codec, Codec | Reshaped) and codec.needs_key:
+        if codec is not None and codec.needs_key:
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
-    return run_compressed(plan, run, inputs, codecs, key)
+    return run_compressed(plan, chosen_run, inputs, codecs, key)
 
 
 def _run_once(
@@ -271,7 +282,13 @@ def _run_segments(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     once = dataclasses.replace(settings, remat=None)
-    handle, bodies = _handler(settings, key), pieces(program, segments)
+    handle = _handler(settings, key)
+    bodies = pieces(program, segments, dead)
+    exact: set[Any] = set()
+    if remat.codes:
+        again_bodies = [b for s, (b, _) in zip(segments, bodies, strict=True) if s.again]
+        exact = {x for b in again_bodies for x in chosen_by(b, is_foreign_rule)}
+    values |= {x: tag_exact(values[x]) for x in jaxpr.invars if x in exact and x in dying}
     for i, (segment, (body, invars)) in enumerate(zip(segments, bodies, strict=True)):
         closed, body_inputs = core.ClosedJaxpr(body, []), [values[x] for x in invars]
         if not segment.again:
@@ -287,7 +304,8 @@ def _run_segments(
         else:
             again = functools.partial(run_inlined, closed, handle=_run_special)
             outputs = jax.checkpoint(lambda *x, again=again: again(x))(*body_inputs)
-        values |= zip(body.outvars, outputs, strict=True)
+        made = zip(body.outvars, outputs, strict=True)
+        values |= {x: tag_exact(y) if x in exact else y for x, y in made}
     return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
 
 

@@ -12,7 +12,7 @@ from actjax._core.coded_call import decode_late
 from actjax._core.no_derivative import no_derivative
 from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax.codecs import Exact
-from actjax.residuals.candidates import LEFT
+from actjax.residuals.candidates import LEFT, LEFT_BY_RULE, NO_SMALLER
 from actjax.residuals.graph.equations import run_equation
 from actjax.residuals.graph.programs import run_inlined
 from actjax.residuals.plan import ResidualPlan
@@ -56,6 +56,10 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
                 " jax.lax.stop_gradient where data enters it."
             )
     plan = plan.narrowed([x.perturbed for x in inputs])
+    if plan.used is not None:
+        for entry in plan.kept:
+            if entry.reason in ("", LEFT_BY_RULE, NO_SMALLER):
+                plan.used(entry.candidate)
     inputs, codecs, key = jax.tree.map(lambda x: x.value, (inputs, codecs, key))
     codecs = tuple(codecs[k.number] for k in plan.kept)
     numbers = {k.var: i for i, k in enumerate(plan.kept)}

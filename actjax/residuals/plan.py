@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 from jax.extend import core
 
-from actjax.residuals.candidates import Kept, Settings, decide, describe
+from actjax._core.tags import EXACT_INPUT, Tag
+from actjax.residuals.candidates import Candidate, Kept, Settings, decide, describe
 from actjax.residuals.graph.equations import is_marked
-from actjax.residuals.graph.programs import inlined
-from actjax.residuals.graph.rebuilding import Graph
+from actjax.residuals.graph.programs import inlined, merged
+from actjax.residuals.graph.rebuilding import Graph, is_cheap
 from actjax.residuals.graph.variables import nbytes
 from actjax.residuals.residual_codecs import ResidualCodec
 
@@ -36,6 +37,7 @@ class ResidualPlan:
       smooth_inputs: positions of the inputs that can be differentiated.
       one_way: for inputs that no gradient may pass, the operation without a derivative.
       smooth_outputs: positions of the outputs that can be differentiated.
+      used: as in `Settings`.
     """
 
     forward: core.ClosedJaxpr
@@ -47,6 +49,7 @@ class ResidualPlan:
     smooth_inputs: tuple[int, ...]
     one_way: dict[int, str]
     smooth_outputs: tuple[int, ...]
+    used: Callable[[Candidate], None] | None = None
 
     def narrowed(self, wanted: Sequence[bool]) -> "ResidualPlan":
         """Returns the plan of a pullback to some inputs, which needs fewer arrays.
@@ -93,6 +96,17 @@ def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[cor
     return {leaf: None for x, leaf in pairs if x in read and isinstance(leaf, core.Var)}
 
 
+def _inputs_of_segments(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
+    """Returns the residuals that segments must be computed again from exactly."""
+    tagged: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            tag = Tag.decode(eqn.params["name"])
+            if tag is not None and tag.left == EXACT_INPUT:
+                tagged |= set(eqn.outvars)
+    return {x: None for x in leaves if isinstance(x, core.Var) and x in tagged}
+
+
 def _needed(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> tuple[list[core.JaxprEqn], set[core.Var]]:
     """Returns the equations that outputs need, or that have an effect, and what these read."""
     read = {x for x in outvars if isinstance(x, core.Var)}
@@ -133,12 +147,14 @@ def make_plan(
     alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
     leaves = jaxpr.outvars[count:]
     foreign = _read_by_foreign_rules(traced.backward.jaxpr, leaves)
+    foreign |= _inputs_of_segments(jaxpr, leaves)
     free = {*alive, *foreign}
     graph = Graph(jaxpr, lambda x: 0 if x in free else nbytes(x), rebuild=settings.rebuild)
-    chosen = graph.choose([x for x in leaves if isinstance(x, core.Var) and x not in foreign])
-    to_store = list(dict.fromkeys([*foreign, *chosen]))
+    residuals = [x for x in leaves if isinstance(x, core.Var) and x not in foreign]
+    forms = graph.choose(residuals, traced.backward.jaxpr, leaves)
+    to_store = list(dict.fromkeys([*foreign, *forms]))
     described = describe(jaxpr, graph, to_store, foreign, names, dies, settings)
-    codecs, reasons = decide(described, settings.rule)
+    codecs, reasons = decide(described, settings.rule, forms)
     settled = [
         dataclasses.replace(k, reason=reason, number=i)
         for i, (k, reason) in enumerate(zip(described, reasons, strict=True))
@@ -154,6 +170,7 @@ def make_plan(
         smooth_inputs=traced.smooth_inputs,
         one_way=one_way,
         smooth_outputs=traced.smooth_outputs,
+        used=settings.used,
     )
     return plan, codecs
 
@@ -198,7 +215,8 @@ def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence
         structures.append(treedef)
         return [*outputs, *leaves]
 
-    program = _inlined(forward, inputs)
+    # Functions of other libraries compute the same sine twice: it is stored once.
+    program = merged(_inlined(forward, inputs), is_cheap)
     (count, smooth_outputs), treedef = structures[-2:]
     avals = [x.aval for x in program.jaxpr.outvars]
     backward = _inlined(

@@ -10,6 +10,11 @@ import jax.numpy as jnp
 
 from actjax.codecs import Codec
 from actjax.formats.packing import pack, unpack
+from actjax.residuals.graph.rebuilding import Form
+
+_TIMES_QUARTILE = 1e4
+"""Reciprocals that are so many times as large as most are those of a tiny constant, as where a sum
+is empty."""
 
 
 @jax.tree_util.register_static
@@ -37,22 +42,15 @@ class BitMask:
         return unpack(code, 1, self.features, fuse=True).astype(bool)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=("shape", "grouped")
-)
-@dataclasses.dataclass(frozen=True)
-class Reshaped:
-    """A codec that stores arrays of one shape in another.
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Around:
+    """What stores arrays with a codec, in another form.
 
     Attributes:
-      codec: the codec, or a `BitMask`.
-      shape: shape of the arrays.
-      grouped: shape in which the codec stores them.
+      codec: the codec, or a `BitMask`, or another of these.
     """
 
     codec: Any
-    shape: tuple[int, ...]
-    grouped: tuple[int, ...]
 
     def __repr__(self) -> str:
         return repr(self.codec)
@@ -66,6 +64,22 @@ class Reshaped:
         """As in `Codec`."""
         return self.codec.required_key(key)
 
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=("shape", "grouped")
+)
+@dataclasses.dataclass(frozen=True, repr=False)
+class Reshaped(_Around):
+    """A codec that stores arrays of one shape in another.
+
+    Attributes:
+      shape: shape of the arrays.
+      grouped: shape in which the codec stores them.
+    """
+
+    shape: tuple[int, ...]
+    grouped: tuple[int, ...]
+
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
         """As in `Codec`."""
         return self.codec.encode(x.reshape(self.grouped), key)
@@ -75,7 +89,59 @@ class Reshaped:
         return self.codec.decode(code).reshape(self.shape)
 
 
-ResidualCodec = Codec | BitMask | Reshaped
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=("limit",))
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ordinary(_Around):
+    """Stores extreme numbers of [..., d] apart, so that the range of the others stays small.
+
+    A bit marks them, and all of a row get the value of the largest.
+
+    Attributes:
+      limit: the size above which a number is extreme; None for 1e4 times the lower quartile of the
+        sizes of its row.
+    """
+
+    limit: float | None
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
+        """As in `Codec`."""
+        size = jnp.abs(x)
+        limit = self.limit
+        if limit is None:
+            limit = _TIMES_QUARTILE * jnp.quantile(size, 0.25, -1, keepdims=True)
+        # NaN is no extreme: it is to be seen.
+        is_extreme = size > limit
+        place = jnp.argmax(jnp.where(is_extreme, size, 0), -1, keepdims=True)
+        extreme = jnp.take_along_axis(x, place, -1)
+        low = jnp.min(jnp.where(is_extreme, jnp.inf, x), -1, keepdims=True, initial=jnp.inf)
+        low = jnp.where(jnp.isfinite(low), low, 0)
+        ordinary = jnp.where(is_extreme, low, x)
+        mask = in_bits(x.shape).encode(is_extreme)
+        return self.codec.encode(ordinary, key), mask, extreme
+
+    def decode(self, code: Any) -> jax.Array:
+        """As in `Codec`."""
+        code, mask, extreme = code
+        x = self.codec.decode(code)
+        is_extreme = in_bits(x.shape).decode(mask)
+        return jnp.where(is_extreme, extreme, x)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=())
+@dataclasses.dataclass(frozen=True, repr=False)
+class Reciprocal(_Around):
+    """Stores the reciprocals of numbers that a backward pass divides by."""
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
+        """As in `Codec`."""
+        return self.codec.encode(1 / x, key)
+
+    def decode(self, code: Any) -> jax.Array:
+        """As in `Codec`."""
+        return 1 / self.codec.decode(code)
+
+
+ResidualCodec = Codec | BitMask | Reshaped | Ordinary | Reciprocal
 
 
 def in_bits(shape: tuple[int, ...]) -> ResidualCodec:
@@ -89,11 +155,25 @@ def in_bits(shape: tuple[int, ...]) -> ResidualCodec:
     return mask if grouped == shape else Reshaped(mask, shape, grouped)
 
 
-def fitted(codec: Codec, shape: tuple[int, ...], dtype: str) -> ResidualCodec | None:
-    """Returns what stores an array with a codec; None if a code would be larger than the array."""
+def fitted(
+    codec: Codec, shape: tuple[int, ...], dtype: str, form: Form = Form()
+) -> ResidualCodec | None:
+    """Returns what stores an array with a codec; None if a code would be larger than the array.
+
+    Args:
+      codec: the codec.
+      shape: shape of the array.
+      dtype: its dtype.
+      form: the form in which it is encoded.
+    """
     if not shape:  # The codec raises an error that says so.
         return codec
     grouped = codec.grouped_shape(shape)
     if codec.stored_bytes(grouped, dtype) > math.prod(shape) * jnp.dtype(dtype).itemsize:
         return None
-    return codec if grouped == shape else Reshaped(codec, shape, grouped)
+    inner: Any = codec
+    if form.is_reciprocal:
+        inner = Reciprocal(Ordinary(codec, None))
+    elif form.limit is not None:
+        inner = Ordinary(codec, form.limit)
+    return inner if grouped == shape else Reshaped(inner, shape, grouped)

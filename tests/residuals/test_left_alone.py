@@ -75,7 +75,7 @@ def test_what_foreign_rules_and_loops_save_is_exact(name):
 
 def test_arrays_beside_a_custom_rule_are_coded():
     seen, got, want = seen_and_gradients(lambda w: jnp.sum(solver(jnp.tanh(X @ w) @ W)), W)
-    assert seen == ["dot_general"]
+    assert seen == ["tanh"]
     assert 0.01 < relative_error(got, want) < 0.9
 
 
@@ -141,14 +141,14 @@ def test_segments_are_cut_where_little_is_alive():
     def fun(x):
         for _ in range(4):
             wide = jnp.concatenate([x, x, x, x], -1) @ jnp.ones((256, 1024))
-            x = jnp.sin(wide) @ jnp.ones((1024, 64))
+            x = jnp.abs(wide) @ jnp.ones((1024, 64))
         return x
 
     closed = jax.make_jaxpr(fun)(X)
     dies = [False] * (len(closed.jaxpr.constvars) + 1)
     segments = cut(closed.jaxpr, 1, dies, lambda _: False)
     assert len(segments) == 4
-    made = pieces(closed, segments)
+    made = pieces(closed, segments, dies)
     # Each but the last hands over one narrow array.
     for body, _ in made[:-1]:
         assert [x.aval.shape for x in body.outvars if x.aval.size > 64 * 64] == []

@@ -136,3 +136,31 @@ def test_data_that_a_foreign_rule_refuses_to_differentiate_stays_data():
     fs = compressed_function(fun, settings), fun
     run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in fs])
     assert 0 < relative_error(*run(WEIGHTS, X)) < 0.05
+
+
+def biased_attention(ws, x):
+    distance = jnp.arange(64)[:, None] - jnp.arange(64)
+    bias = jnp.where(distance >= 0, -0.3 * distance, -1e9)
+    for w in ws:
+        x = x + jax.nn.softmax((x @ w) @ x.T / 4 + bias) @ x
+    return jnp.mean(x**2)
+
+
+def sorted_rows(ws, x):
+    for w in ws:
+        x = jnp.sort(jnp.tanh(x @ w), -1) * jnp.arange(32)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("loss", [biased_attention, sorted_rows])
+def test_codes_of_segments_are_as_exact_as_without_recomputation(loss):
+    ws, x = normal(1, 2, 32, 32) / 6, normal(0, 64, 32)
+    ways = [None, Settings(Quantized(8)), Settings(Quantized(8), remat=Recompute(codes=True))]
+
+    @jax.jit
+    def run(ws):
+        fun = lambda ws: loss(ws, x)  # noqa: E731
+        return [jax.grad(fun if s is None else compressed_function(fun, s))(ws) for s in ways]
+
+    exact, codes, again = run(ws)
+    assert 0 < relative_error(again, exact) < 3 * relative_error(codes, exact) + 1e-3

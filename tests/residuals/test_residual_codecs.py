@@ -7,6 +7,7 @@ import pytest
 from residuals.residual_helpers import held_bytes, normal
 
 from actjax import Quantized, compress_residuals, explain
+from actjax.residuals.graph.rebuilding import Form
 from actjax.residuals.residual_codecs import Reshaped, fitted, in_bits
 
 
@@ -78,3 +79,27 @@ def test_channels_and_balanced_arrays_keep_their_axes():
     for codec in (Quantized(4, scaling="channel"), Quantized(4, balance=True)):
         assert codec.grouped_shape((64, 2)) == (64, 2)
         assert not isinstance(fitted(codec, (64, 2), "float32"), Reshaped)
+
+
+@pytest.mark.parametrize("lowest", [-1e9, -np.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_that_stand_for_infinity_are_stored_apart(lowest, bits):
+    x = np.random.default_rng(0).standard_normal((16, 128)).astype("float32")
+    mask = np.tri(16, 128, 3, dtype=bool)
+    codec = fitted(Quantized(bits), x.shape, "float32", Form(limit=1e6))
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x)))(np.where(mask, x, lowest))
+    np.testing.assert_array_equal(decoded[~mask], np.float32(lowest))
+    # Rows have up to 19 ordinary numbers, within 4; the others are the least of them.
+    assert np.abs(decoded - x)[mask].max() < 8 / (2**bits - 1) * (3 if bits == 4 else 1)
+
+
+def test_the_reciprocal_of_a_divisor_has_the_error_of_a_code():
+    x = np.exp(np.random.default_rng(1).standard_normal((16, 128))).astype("float32")
+    x[3, 5] = 1e-12  # As where a sum is empty: nothing reads this quotient.
+    codec = fitted(Quantized(8), x.shape, "float32", Form(is_reciprocal=True))
+    decoded = np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x)))(x))
+    wrong = np.abs(1 / decoded - 1 / x)
+    wrong[3, 5] = 0
+    ranges = np.ptp(np.where(x < 1e-6, 1, 1 / x), axis=1)
+    assert (wrong.max(1) < ranges / 255 * 2).all()
+    np.testing.assert_allclose(decoded[3, 5], 1e-12, rtol=1e-5)

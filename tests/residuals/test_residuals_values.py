@@ -142,11 +142,11 @@ def of_stream(g, x, w0, w1, w2):
 def of_loop(g, x, ws):
     codes = []
     for w in ws:
-        codes.append((lossy(CODE, x), lossy(CODE, x @ w)))
+        codes.append((lossy(CODE, x), lossy(CODE, jnp.tanh(x @ w))))
         x = jnp.tanh(x @ w)
     dws = []
-    for w, (c, u) in reversed([*zip(ws, codes, strict=True)]):
-        du = g * (1 - jnp.tanh(u) ** 2)
+    for w, (c, t) in reversed([*zip(ws, codes, strict=True)]):
+        du = g * (1 - t**2)
         g, dws = du @ w.T, [c.T @ du, *dws]
     return g, jnp.stack(dws)
 

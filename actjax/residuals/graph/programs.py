@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from actjax.residuals.graph.equations import called, in_scope_of, run_equation
@@ -93,6 +94,49 @@ def inlined(
     debug_info = jaxpr.debug_info.with_unknown_names()
     flat = jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars, debug_info=debug_info)
     return core.ClosedJaxpr(flat, constants)
+
+
+def merged(
+    program: core.ClosedJaxpr, are_merged: Callable[[core.JaxprEqn], bool]
+) -> core.ClosedJaxpr:
+    """Returns a program in which equal operations on the same operands are one.
+
+    Args:
+      program: a program without calls.
+      are_merged: whether equations like this one may be.
+    """
+    jaxpr = program.jaxpr
+    known: dict[Any, core.JaxprEqn] = {}
+    names: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = [x if isinstance(x, core.Literal) else names.get(x, x) for x in eqn.invars]
+        key = _what(eqn, invars) if are_merged(eqn) and not eqn.effects else None
+        if key is not None and key in known:
+            names |= zip(eqn.outvars, known[key].outvars, strict=True)
+            continue
+        eqns.append(eqn.replace(invars=invars))
+        if key is not None:
+            known[key] = eqns[-1]
+    outvars = [x if isinstance(x, core.Literal) else names.get(x, x) for x in jaxpr.outvars]
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return core.ClosedJaxpr(
+        jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info), program.consts
+    )
+
+
+def _what(eqn: core.JaxprEqn, invars: Sequence[Any]) -> Any:
+    """Returns what an equation computes, in a form that can be compared; None if there is none."""
+    literals = [x for x in invars if isinstance(x, core.Literal)]
+    if any(np.ndim(x.val) for x in literals):
+        return None
+    operands = [(x.aval, str(x.val)) if isinstance(x, core.Literal) else x for x in invars]
+    key = eqn.primitive, tuple(operands), tuple(sorted(eqn.params.items())), eqn.ctx
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 class Search:

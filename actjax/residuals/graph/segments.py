@@ -8,12 +8,13 @@ fewest bytes are alive.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from actjax.residuals.graph.rebuilding import is_cheap
+from actjax.residuals.graph.equations import body_of, branches_of
+from actjax.residuals.graph.rebuilding import Graph, is_cheap
 from actjax.residuals.graph.variables import is_floating, nbytes
 
 _SIZES = 24
@@ -156,13 +157,16 @@ def _fewest(
 
 
 def pieces(
-    program: core.ClosedJaxpr, segments: Sequence[ProgramSegment]
+    program: core.ClosedJaxpr,
+    segments: Sequence[ProgramSegment],
+    dies: Sequence[bool],
 ) -> list[tuple[core.Jaxpr, list[Any]]]:
     """Returns each segment as a program, and its inputs.
 
     Args:
       program: a program without calls.
       segments: segments that cover it.
+      dies: which inputs are dead after the forward pass; constants come first.
 
     Returns:
       For each segment its program, without constants, and the variables or constants that are its
@@ -170,11 +174,15 @@ def pieces(
     """
     jaxpr = program.jaxpr
     used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+    known = (*jaxpr.constvars, *jaxpr.invars)
+    alive = {x for x, dead in zip(known, dies, strict=True) if not dead}
+    graph = Graph(jaxpr, lambda x: 0 if x in alive else nbytes(x), rebuild=True)
     bodies = []
     for segment in reversed(segments):
-        eqns = jaxpr.eqns[segment.start : segment.stop]
+        own = jaxpr.eqns[segment.start : segment.stop]
+        eqns = [*_cheap_before(jaxpr, segment, graph, {*known}), *own] if segment.again else own
         made = {x for eqn in eqns for x in eqn.outvars}
-        outvars = [x for x in dict.fromkeys(x for eqn in eqns for x in eqn.outvars) if x in used]
+        outvars = [x for x in dict.fromkeys(x for eqn in own for x in eqn.outvars) if x in used]
         read = dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, core.Var))
         invars = [x for x in read if x not in made]
         used |= set(invars)
@@ -187,3 +195,55 @@ def pieces(
         )
         bodies.append((body, invars))
     return bodies[::-1]
+
+
+def _cheap_before(
+    jaxpr: core.Jaxpr, segment: ProgramSegment, graph: Graph, known: Collection[Any]
+) -> list[core.JaxprEqn]:
+    """Returns the equations before a segment that it computes again from what is stored or alive.
+
+    Nothing sees through the end of a segment whose arrays are codes. Without these equations an
+    array that follows from constants, such as a mask of scores, would be stored, as a code.
+    """
+    own = jaxpr.eqns[segment.start : segment.stop]
+    made = {x for eqn in own for x in eqn.outvars}
+    read = dict.fromkeys(x for eqn in own for x in eqn.invars if isinstance(x, core.Var))
+    needed = {x for x in read if x not in made}
+    stored = {*known, *graph.choose([x for x in read if x in needed and x not in known])}
+    before = []
+    for eqn in reversed(jaxpr.eqns[: segment.start]):
+        if any(x in needed and x not in stored for x in eqn.outvars):
+            before.append(eqn)
+            needed |= {x for x in eqn.invars if isinstance(x, core.Var)}
+    return before[::-1]
+
+
+_ORDERS = frozenset({
+    "approx_top_k", "argmax", "argmin", "sort", "top_k",
+})  # fmt: skip
+"""Operations that choose places by comparing values: nearly equal ones change places."""
+
+
+def chosen_by(body: core.Jaxpr, special: Callable[[core.JaxprEqn], bool]) -> set[Any]:
+    """Returns the floating point inputs of a segment that it must be computed again from exactly.
+
+    An order, and what a custom rule stores, are exact where nothing is computed again. Those of
+    a decoded input are others.
+
+    Args:
+      body: the segment.
+      special: whether an equation has a custom rule that stores what it likes.
+    """
+    reach: set[Any] = set()
+    for eqn in reversed(body.eqns):
+        if special(eqn) or _has_order(eqn) or any(x in reach for x in eqn.outvars):
+            reach |= {x for x in eqn.invars if isinstance(x, core.Var)}
+    return {x for x in body.invars if x in reach and is_floating(x.aval)}
+
+
+def _has_order(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name in _ORDERS:
+        return True
+    body = body_of(eqn)
+    bodies = [b.jaxpr for b in (*branches_of(eqn), *([] if body is None else [body]))]
+    return any(_has_order(inner) for b in bodies for inner in b.eqns)

@@ -1,0 +1,93 @@
+"""Gradients where a small error of the wrong array would be a large one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from residuals.residual_helpers import normal, relative_error
+
+from actjax import Quantized, compress, compress_residuals
+
+X, W, V = normal(0, 128, 32), normal(1, 32, 64) / 32**0.5, normal(2, 64, 64) / 8
+LABELS = np.random.default_rng(3).integers(1, 16, (8, 6))
+EDGES = np.random.default_rng(4).integers(0, 128, (2, 512))
+KEEP = np.random.default_rng(5).random((128, 64)) < 0.7
+
+
+def connectionist(p):
+    logits = jnp.tanh(X @ p[0]).reshape(8, 16, 64) @ p[1][:, :16]
+    return optax.ctc_loss(logits, jnp.zeros((8, 16)), LABELS, jnp.zeros((8, 6))).mean()
+
+
+def graph_attention(p):
+    source, target = EDGES
+    h = X @ p[0]
+    scores = jax.nn.leaky_relu(h[source, :1] * 3 + h[target, 1:2] * 3, 0.2)
+    e = jnp.exp(scores - jax.ops.segment_max(scores, target, 128)[target])
+    a = e / jax.ops.segment_sum(e, target, 128)[target]
+    return jnp.mean((jax.ops.segment_sum(a * h[source], target, 128) @ p[1]) ** 2)
+
+
+def siren(p):
+    return jnp.mean((jnp.sin(8 * X @ p[0]) @ p[1] - 1) ** 2)
+
+
+def learned_variance(p):
+    mean, s = jnp.split(jnp.tanh(X @ p[0]) @ p[1], 2, -1)
+    return jnp.mean(((X - mean) / jnp.exp(3 * s)) ** 2 / 2 + 3 * s)
+
+
+def sharp(p):
+    return jnp.mean((jax.nn.gelu(6 * X @ p[0]) @ p[1]) ** 2)
+
+
+def masked(p):
+    h = jnp.where(KEEP, X @ p[0], -1e9)
+    return jnp.mean((jax.nn.softmax(jnp.sort(h, 1)) @ p[1]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss", [connectionist, graph_attention, siren, learned_variance, sharp, masked]
+)
+def test_eight_bits_are_a_small_error(loss):
+    run = jax.jit(
+        lambda p: [jax.grad(f)(p) for f in (compress_residuals(loss, Quantized(8)), loss)]
+    )
+    assert 0 < relative_error(*run((W, V))) < 0.02
+
+
+def log_space(p):
+    """Its backward pass stores a NaN, which plain JAX does not use."""
+    h = jnp.where(KEEP, X @ p[0], -jnp.inf)
+
+    def step(best, row):
+        best = jnp.logaddexp(best, row)
+        return best, best
+
+    sums = jax.lax.scan(step, jnp.full(64, -jnp.inf), h)[1][16:]
+    return jnp.mean((jax.nn.gelu(sums @ p[1]) @ p[1].T) ** 2)
+
+
+def test_compress_keeps_what_a_code_ruins_and_codes_the_rest():
+    small = compress(log_space, error=0.05, remat=False, verbose=False).measure((W, V))
+    assert any(small.choice.bits.values())
+    assert not all(small.choice.bits.values())
+    run = jax.jit(lambda p: [jax.grad(f)(p) for f in (small, log_space)])
+    assert 0 < relative_error(*run((W, V))) < 0.06
+
+
+def test_a_promise_holds_jitted_closed_over_and_in_neither_way():
+    def loss(p, x):
+        a = jax.nn.softmax((x @ p[0]) @ (x @ p[0]).T / 4)
+        return jnp.mean((jnp.tanh(a @ x @ p[0] * x[:, :1]) @ p[1]) ** 2)
+
+    small = compress(loss, error=0.05, verbose=False).measure((W, V), X)
+    exact = jax.grad(loss)((W, V), X)
+    closed = [lambda p: small(p, X), lambda p: small(p, jnp.asarray(X))]
+    for gradient in (
+        jax.jit(jax.grad(small)), jax.grad(small),
+        *(lambda p, _, f=f: jax.grad(f)(p) for f in closed),
+        lambda p, _: jax.jit(jax.grad(closed[0]))(p),
+    ):  # fmt: skip
+        assert relative_error(gradient((W, V), X), exact) < 0.06
