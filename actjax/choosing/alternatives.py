@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +25,15 @@ from actjax.choosing.choice import (
 )
 from actjax.choosing.measure import BoundLoss, worst_error
 from actjax.codecs import Codec, Quantized
-from actjax.codecs.levels import AnyLevels
+from actjax.codecs.levels import AnyLevels, Rounded
 from actjax.residuals.candidates import Candidate, Recompute, Settings
 from actjax.residuals.graph.products import product_flops
 from actjax.residuals.residual_codecs import fitted
 
 MEASURED_BITS = 4
 """Bits at which the error of each array is measured. The error at other bits follows from it."""
-_MOST_MEASURED = 64
-"""With more arrays than these, arrays of a kind are measured together."""
+_MOST_MEASURED = 16
+"""With more arrays than these, arrays of a kind are measured together, and the smallest kinds."""
 _PARTS = 8
 """Parts of a function that may be computed again, each as well as all before it."""
 _ROUNDS = 4
@@ -67,14 +68,22 @@ class _Program:
 class Alternatives:
     """Compiles and runs the gradient of a loss on one batch, in each way."""
 
-    def __init__(self, loss: BoundLoss, codec: Quantized, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        loss: BoundLoss,
+        codec: Quantized,
+        memory: Memory | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Takes a loss with its arguments.
 
         Args:
           loss: the loss.
           codec: how arrays are stored; its bits are chosen.
           memory: tells what a gradient takes; None for what the compiler says here.
+          say: called with what is done, before it is.
         """
+        self._say = say
         self.gradient, self._leaves, self._codec = loss.gradient, loss.leaves, codec
         self._compile = functools.partial(_compiled, memory_of=memory)
         self._candidates = functools.cache(loss.candidates)
@@ -92,11 +101,14 @@ class Alternatives:
           remat: whether segments may be computed again.
           offload: whether codes may be kept on the host.
         """
+        self._say("compiles the exact gradient")
         exact = self._compile(self.gradient(None), self._leaves)
         tried = Tried("exact", exact.memory, 0.0, 0.0)
         yield Choice("exact", {}, False, False, False, (tried,))
         self._exact_products = exact.products
         settings = Settings(_keep, remat=Recompute())
+        if remat:
+            self._say("compiles it with segments that are computed again")
         again = self._compile(self.gradient(settings), self._leaves) if remat else exact
         # The way that takes less memory computes the gradient that the others are compared with.
         self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
@@ -162,6 +174,7 @@ class Alternatives:
         bits = self._choose(codable(self._candidates(remat)), remat, error)
         while True:
             settings = Settings(rule_of(bits, self._codec, offload), remat=remat)
+            self._say(f"compiles the chosen {name}")
             program = self._compile(self.gradient(settings), self._leaves)
             got = self._error(program.run(self._leaves))
             # The bits were chosen with codes of 8 bits in place of what is kept, and with uniform
@@ -179,27 +192,57 @@ class Alternatives:
         if not arrays:
             return {}
         groups = groups_of(arrays, _MOST_MEASURED)
-        error_at = self._error_at_levels(groups, remat)
+        error_at = self._error_at_levels(groups, remat, AnyLevels)
+        ruined = {}
+        if not math.isfinite(error_at(np.full(len(groups), _TOP, np.float32))):
+            ruined, groups = self._ruined(groups, remat)
+            error_at = self._error_at_levels(groups, remat, AnyLevels)
         chooser = Chooser(
             lambda: _sensitivities(groups, error_at),
             lambda sensitivity: _within(error, sensitivity, groups, error_at),
         )
-        chooser.choose()
-        return chooser.bits
+        if groups:
+            chooser.choose()
+        return {**ruined, **chooser.bits}
+
+    def _ruined(
+        self, groups: Sequence[Sequence[Candidate]], remat: Recompute | None
+    ) -> tuple[dict[str, int], list[Sequence[Candidate]]]:
+        """Returns the arrays whose codes make the gradient NaN, as kept, and the other groups."""
+        error_at = self._error_at_levels(groups, remat, Rounded)
+        kept, others = {}, []
+        for i, group in enumerate(groups):
+            tops = np.full(len(groups), np.inf, np.float32)
+            tops[i] = _TOP
+            if math.isfinite(error_at(tops)):
+                others.append(group)
+            else:
+                kept |= dict.fromkeys((c.label for c in group), KEEP)
+        return kept, others
 
     def _error_at_levels(
-        self, groups: Sequence[Sequence[Candidate]], remat: Recompute | None
+        self,
+        groups: Sequence[Sequence[Candidate]],
+        remat: Recompute | None,
+        kind: Callable[[Any, Quantized], Codec],
     ) -> Callable[[np.ndarray], float]:
-        """Returns a function from the highest level of each group to the error of the gradient."""
+        """Returns a function from the highest level of each group to the error of the gradient.
+
+        Args:
+          groups: the arrays that have codes.
+          remat: what is computed again.
+          kind: the codec, from a level and the settings of the code.
+        """
         number = {c.label: i for i, group in enumerate(groups) for c in group}
 
         def gradient(tops: jax.Array, leaves: Any) -> list[jax.Array]:
             def rule(what: Candidate) -> Codec | None:
                 i = number.get(what.label)
-                return None if i is None else AnyLevels(tops[i], self._codec)
+                return None if i is None else kind(tops[i], self._codec)
 
             return self.gradient(Settings(rule, remat=remat))(leaves)
 
+        self._say(f"compiles codes of any bits, and measures {len(groups)} kinds of arrays")
         run = _compiled(gradient, np.zeros(len(groups), np.float32), self._leaves).run
         return lambda tops: self._error(run(tops, self._leaves))
 
@@ -269,15 +312,18 @@ def groups_of(arrays: Sequence[Candidate], most: int) -> list[list[Candidate]]:
     """Returns arrays that are measured together: each alone if there are at most `most`.
 
     Otherwise arrays that differ only in the numbers of their label, which are those of layers, are
-    one group.
+    one group; and so are the smallest kinds, if there are more than `most`.
     """
     if len(arrays) <= most:
         return [[c] for c in arrays]
-    groups: dict[Any, list[Candidate]] = {}
+    kinds: dict[Any, list[Candidate]] = {}
     for c in arrays:
-        kind = re.sub(r"\d+", "*", c.scope), c.name, c.shape
-        groups.setdefault(kind, []).append(c)
-    return list(groups.values())
+        kind = re.sub(r"\d+", "*", c.scope), c.name, c.primitive, c.shape
+        kinds.setdefault(kind, []).append(c)
+    groups = sorted(kinds.values(), key=lambda g: -sum(c.size * c.layers for c in g))
+    if len(groups) <= most:
+        return groups
+    return [*groups[: most - 1], list(itertools.chain.from_iterable(groups[most - 1 :]))]
 
 
 @jax.jit

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -186,8 +185,6 @@ def coded_function(
 ) -> Callable[..., Any]:
     """Returns a function whose backward pass reads codes.
 
-    It warns if bits were chosen for arrays that the function does not have.
-
     Args:
       fun: the function.
       bits: by label. An array without bits is stored exactly.
@@ -196,25 +193,29 @@ def coded_function(
       offload: whether codes are kept in the memory of the host.
       caller: name for the warning.
       key: randomness of the codes; consumed.
+
+    Raises:
+      ValueError: when called, if bits were chosen for arrays that the function does not have, and
+        it has others. (It may have fewer, where fewer arguments are differentiated.)
     """
-    rule, seen = rule_of(bits, codec, offload), set()
+    rule, seen = rule_of(bits, codec, offload), dict[str, Candidate]()
 
     def noting_rule(what: Candidate) -> Codec | None:
-        seen.add(what.label)
+        seen[what.label] = what
         return rule(what)
 
     def coded(*args: Any, **kwargs: Any) -> Any:
         seen.clear()
         settings = Settings(noting_rule, remat=remat)
         output = compressed_function(fun, settings, key=key)(*args, **kwargs)
-        lost = bits.keys() - seen
-        if seen and lost:
-            warnings.warn(
-                f"{caller}: {len(lost)} of the {len(bits)} arrays that bits were chosen for"
-                f" are not in this function, such as {min(lost)!r}. Labels name places in its code:"
-                " the code, or the shapes of the arguments, differ from what was measured. Measure"
-                " again.",
-                stacklevel=3,
+        lost = bits.keys() - seen.keys()
+        others = {c.label for c in codable(list(seen.values()))} - bits.keys()
+        if lost and others:
+            raise ValueError(
+                f"{caller}: {len(lost)} of the {len(bits)} arrays that bits were chosen for are not"
+                f" in this function, such as {min(lost)!r}, and it has others, such as"
+                f" {min(others)!r}. Labels name places in its code: it is not the one that was"
+                " measured. Measure again."
             )
         return output
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def compress(
     has first derivatives in reverse mode only.
 
     The measurement runs at the first call with arrays, or when `measure` is called, and again
-    whenever `measure` is called. It takes one gradient for each array (or, with more than 64, for
+    whenever `measure` is called. It takes one gradient for each array (or, with more than 16, for
     each kind of array: those whose names differ only in numbers), and holds them in 8 bits. Where
     a last layer or an adapter starts at zero, so do most gradients: a warning says to measure again
     after some steps.
@@ -218,10 +219,14 @@ class Compressed:
                 "actjax.compress measures: it compiles up to seven gradients, which takes minutes"
                 " for a large model in a Python loop."
             )
-        fun = functools.partial(self._fun, **kwargs)
-        ways = Alternatives(
-            BoundLoss(fun, args, self._argnums, self._has_aux), self._codec, self._memory
-        )
+        start = time.perf_counter()
+
+        def say(what: str) -> None:
+            if self._verbose:
+                Console().print(f"{time.perf_counter() - start:5.0f} s: {what}", highlight=False)
+
+        loss = BoundLoss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
+        ways = Alternatives(loss, self._codec, self._memory, say)
         limits = self._budget, self._error
         choices = []
         for choice in ways.choices(self._error, self._budget, self._remat, self._offload):

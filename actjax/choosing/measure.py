@@ -264,11 +264,12 @@ class BoundLoss:
         return product_flops(jax.make_jaxpr(self._value)(*args).jaxpr)
 
     def candidates(self, remat: Recompute | None) -> list[Candidate]:
-        """Returns the arrays that a rule decides on."""
+        """Returns the arrays that a rule decides on and that the gradient needs."""
         arrays: dict[str, Candidate] = {}
 
         def record(what: Candidate) -> None:
             arrays[what.label] = what
 
-        jax.eval_shape(self.gradient(Settings(record, remat=remat)), self.leaves)
+        settings = Settings(lambda _: None, remat=remat, used=record)
+        jax.eval_shape(self.gradient(settings), self.leaves)
         return list(arrays.values())

@@ -1,6 +1,7 @@
 """Any number of levels, chosen while the program runs."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,3 +76,45 @@ class AnyLevels(Codec, holds_arrays=True):
     def _stored(self) -> Quantized:
         codec = self.codec
         return Quantized(8, codec.group, scale_dtype=codec.scale_dtype, rotate=codec.rotate)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Rounded(Codec, holds_arrays=True):
+    """The error of `AnyLevels` or none, chosen while the program runs, without its storage.
+
+    One compiled program measures the error of a gradient with some arrays exact.
+
+    Storage: as without a code.
+    Error: that of `AnyLevels`; none if `top` is infinite.
+    Devices: exchange no more than for an exact `x`.
+    Biased: as `AnyLevels`.
+
+    Attributes:
+      top: as of `AnyLevels`, or infinity.
+      codec: as of `AnyLevels`. Static.
+    """
+
+    top: Any
+    codec: Quantized = dataclasses.field(metadata={"static": True})
+
+    biased = True
+    needs_key = False
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        del key
+        levels = AnyLevels(jnp.minimum(self.top, 255.0), self.codec)
+        return jnp.where(jnp.isinf(self.top), x, levels.decode(levels.encode(x)))
+
+    def decode(self, code: jax.Array) -> jax.Array:
+        return code
+
+    def weight_grad(self, code: jax.Array, dz: jax.Array) -> jax.Array:
+        return contract_tokens(code, dz)
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+    def grouped_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """As for `codec`."""
+        return self.codec.grouped_shape(shape)

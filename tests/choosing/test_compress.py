@@ -125,10 +125,10 @@ def test_a_gradient_that_is_not_finite_measures_nothing():
         assert fun.choice is None
 
 
-def test_a_choice_of_other_code_warns(small):
+def test_a_choice_of_other_code_is_refused(small):
     moved = actjax.compress(mlp, error=0.05)
     moved.choice = small.choice
-    with pytest.warns(UserWarning, match=r"arrays that bits were chosen for are not in this"):
+    with pytest.raises(ValueError, match=r"arrays that bits were chosen for are not in this"):
         jax.eval_shape(jax.grad(moved), MATRICES, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
