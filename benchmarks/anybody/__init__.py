@@ -1,0 +1,1 @@
+"""Programs, models and trainers of other people, with actjax put into them."""
