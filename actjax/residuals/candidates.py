@@ -323,4 +323,11 @@ def _tagged_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
                 outputs: list[Any] = eqn.outvars
                 same = [x for x in outputs if x.aval.shape == inputs[0].aval.shape]
                 users |= dict.fromkeys(same, users[inputs[0]])
+    # What was computed from an array before it was named.
+    for eqn in jaxpr.eqns:
+        inputs = [x for x in eqn.invars if isinstance(x, core.Var)]
+        if eqn.primitive.name != "name" and is_cheap(eqn) and len(inputs) == 1:
+            for x in eqn.outvars:
+                if inputs[0] in users and x.aval.shape == inputs[0].aval.shape:
+                    users.setdefault(x, users[inputs[0]])
     return operators | makes | users
