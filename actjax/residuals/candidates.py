@@ -327,7 +327,9 @@ def _tagged_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
     for eqn in jaxpr.eqns:
         inputs = [x for x in eqn.invars if isinstance(x, core.Var)]
         if eqn.primitive.name != "name" and is_cheap(eqn) and len(inputs) == 1:
-            for x in eqn.outvars:
-                if inputs[0] in users and x.aval.shape == inputs[0].aval.shape:
-                    users.setdefault(x, users[inputs[0]])
+            outputs: list[Any] = eqn.outvars
+            source: Any = inputs[0]
+            for x in outputs:
+                if source in users and x.aval.shape == source.aval.shape:
+                    users.setdefault(x, users[source])
     return operators | makes | users

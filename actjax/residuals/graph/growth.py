@@ -314,7 +314,8 @@ class Growth:
         result depends on one of the operand.
         """
         name, params = eqn.primitive.name, eqn.params
-        flat, steep = (0.0, 0), (1.0, 0)
+        flat: tuple[Any, float] = (0.0, 0)
+        steep: tuple[Any, float] = (1.0, 0)
         if name in _REDUCTIONS:
             operand: Any = eqn.invars[0].aval
             count = max(1, operand.size // max(1, out.aval.size))
@@ -328,6 +329,10 @@ class Growth:
             return _with_slopes(_UNARY[name], x)
         if name in _BINARY:
             return _with_slopes(_BINARY[name], x)
+        is_mask = jnp.issubdtype(getattr(out.aval, "dtype", bool), jnp.integer)
+        if name == "bitcast_convert_type" or (name in ("and", "or") and is_mask):
+            # Some functions drop the last bits of a number.
+            return x[0], [steep, flat][: len(x)]
         if name in _COMPARISONS:
             return _COMPARISONS[name](*x).astype(float), [flat] * len(x)
         if name == "integer_pow":

@@ -187,7 +187,11 @@ class Graph:
                 price = self._price(x) * (1 + _TIE * min(max(growth / _FLAT, 1.0), 2.0) ** 2)
                 prices[x] = max(prices.get(x, 0.0), price)
             for x in (*near, end):
-                first = self._sources(x) if isinstance(x, core.Var) else [way.residual]
+                if not isinstance(x, core.Var):
+                    first = [way.residual]
+                else:
+                    is_mask = x is way.residual and self._is_unsafe(x)
+                    first = [] if is_mask else self._sources(x)
                 before, misses = self._nearest(first, near)
                 edges += [(y, x) for y in before]
                 if misses:
@@ -221,7 +225,7 @@ class Graph:
 
     def _sources(self, var: core.Var) -> list[core.Var]:
         """Returns the variables that `var` is computed from; none for a root."""
-        if var in self._roots[var] or self._is_unsafe(var):
+        if var in self._roots[var]:
             return []
         eqn = self._makers[var]
         inputs = dict.fromkeys(x for x in eqn.invars if isinstance(x, core.Var))
@@ -235,7 +239,7 @@ class Graph:
 
     def _region(self, var: core.Var) -> list[core.Var]:
         """Returns `var` and all that it follows from cheaply, in reverse order of the program."""
-        seen, waiting = {var}, [var]
+        seen, waiting = {var}, [] if self._is_unsafe(var) else [var]
         while waiting:
             for x in self._sources(waiting.pop()):
                 if x not in seen:
