@@ -332,7 +332,7 @@ class Growth:
         is_mask = jnp.issubdtype(getattr(out.aval, "dtype", bool), jnp.integer)
         if name == "bitcast_convert_type" or (name in ("and", "or") and is_mask):
             # Some functions drop the last bits of a number.
-            return x[0], [steep, flat][: len(x)]
+            return x[0], [steep if i == 0 else flat for i in range(len(x))]
         if name in _COMPARISONS:
             return _COMPARISONS[name](*x).astype(float), [flat] * len(x)
         if name == "integer_pow":
