@@ -32,7 +32,7 @@ from actjax.residuals.residual_codecs import fitted
 
 MEASURED_BITS = 4
 """Bits at which the error of each array is measured. The error at other bits follows from it."""
-_MOST_MEASURED = 16
+_MOST_MEASURED = 14
 """With more arrays than these, arrays of a kind are measured together, and the smallest kinds."""
 _PARTS = 8
 """Parts of a function that may be computed again, each as well as all before it."""
@@ -193,12 +193,13 @@ class Alternatives:
             return {}
         groups = groups_of(arrays, _MOST_MEASURED)
         error_at = self._error_at_levels(groups, remat, AnyLevels)
-        ruined = {}
-        if not math.isfinite(error_at(np.full(len(groups), _TOP, np.float32))):
+        base, ruined = error_at(_full(groups)), {}
+        if not math.isfinite(base):
             ruined, groups = self._ruined(groups, remat)
             error_at = self._error_at_levels(groups, remat, AnyLevels)
+            base = error_at(_full(groups))
         chooser = Chooser(
-            lambda: _sensitivities(groups, error_at),
+            lambda: _sensitivities(groups, base, error_at),
             lambda sensitivity: _within(error, sensitivity, groups, error_at),
         )
         if groups:
@@ -255,22 +256,31 @@ class Alternatives:
         return round(again / max(self._forward_products, 1.0), 3)
 
 
+def _full(groups: Sequence[Any]) -> np.ndarray:
+    """Returns the highest levels of 8 bits for all groups."""
+    return np.full(len(groups), _TOP, np.float32)
+
+
 def _sensitivities(
-    groups: Sequence[Sequence[Candidate]], error_at: Callable[[np.ndarray], float]
+    groups: Sequence[Sequence[Candidate]], base: float, error_at: Callable[[np.ndarray], float]
 ) -> dict[str, float]:
     """Returns the squared error of the gradient by each array, over `S(b)`.
 
     It is measured with one group in `MEASURED_BITS` bits and all others in 8, and divided among the
     arrays of the group by their size.
+
+    Args:
+      groups: the arrays.
+      base: the error with all groups in 8 bits.
+      error_at: from the highest level of each group to the error.
     """
-    highest = np.full(len(groups), _TOP, np.float32)
-    base = error_at(highest) ** 2
     sensitivity = {}
     for i, group in enumerate(groups):
-        tops = highest.copy()
+        tops = _full(groups)
         tops[i] = 2.0**MEASURED_BITS - 1
+        error = error_at(tops)
         # Rounding leaves more than zero of the difference of nearly equal numbers.
-        square = max(error_at(tops) ** 2 - base, 1e-6 * base, 1e-30)
+        square = max(error**2 - base**2, 1e-6 * base**2, 1e-30) if math.isfinite(error) else 1.0
         total = sum(c.size * c.layers for c in group)
         for c in group:
             share = c.size * c.layers / total

@@ -70,7 +70,7 @@ def compress(
     has first derivatives in reverse mode only.
 
     The measurement runs at the first call with arrays, or when `measure` is called, and again
-    whenever `measure` is called. It takes one gradient for each array (or, with more than 16, for
+    whenever `measure` is called. It takes one gradient for each array (or, with more than 14, for
     each kind of array: those whose names differ only in numbers), and holds them in 8 bits. Where
     a last layer or an adapter starts at zero, so do most gradients: a warning says to measure again
     after some steps.

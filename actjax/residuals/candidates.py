@@ -13,7 +13,8 @@ from actjax._core.tags import EXACT_INPUT, Tag
 from actjax.codecs import Codec
 from actjax.residuals.graph.equations import body_of, joined_scopes
 from actjax.residuals.graph.origins import Origin, Origins
-from actjax.residuals.graph.rebuilding import Form, Graph, is_cheap
+from actjax.residuals.graph.rebuilding import Graph, is_cheap
+from actjax.residuals.graph.storing import Form
 from actjax.residuals.graph.variables import is_floating, is_on_host
 from actjax.residuals.residual_codecs import ResidualCodec, fitted, in_bits
 
@@ -323,7 +324,7 @@ def _tagged_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
                 outputs: list[Any] = eqn.outvars
                 same = [x for x in outputs if x.aval.shape == inputs[0].aval.shape]
                 users |= dict.fromkeys(same, users[inputs[0]])
-    # What was computed from an array before it was named.
+    # Arrays computed from an array before it was named.
     for eqn in jaxpr.eqns:
         inputs = [x for x in eqn.invars if isinstance(x, core.Var)]
         if eqn.primitive.name != "name" and is_cheap(eqn) and len(inputs) == 1:

@@ -34,7 +34,8 @@ from actjax.residuals.graph.programs import Handler, Search, close, inlined, run
 from actjax.residuals.graph.segments import chosen_by, cut, pieces
 from actjax.residuals.graph.variables import is_floating
 from actjax.residuals.passes import key_of, run_compressed
-from actjax.residuals.plan import make_plan
+from actjax.residuals.plan import make_plan, trace
+from actjax.residuals.residual_codecs import BitMask
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -194,28 +195,26 @@ def _compress(
             closed, inputs[first:last], dies[:last], data[:last], settings, settings.remat, run_key
         )
 
-    def planned(data: Sequence[bool]) -> Any:
-        made = make_plan(functools.partial(run, data), inputs, names, dies, data, settings, one_way)
-        return *made, functools.partial(run, data)
-
     if all(data):
         return run(data, *inputs)
+    # The choice must not depend on whether a batch is closed over, or a step is jitted.
+    known = [*(fixed or (False,) * last), *data[last:]]
     try:
-        # What is stored must not depend on whether a batch is closed over, or a step is jitted.
-        unknown = [False] * len(program.jaxpr.constvars + program.jaxpr.invars)
-        plan, codecs, chosen_run = planned([*(fixed or unknown), *data[last:]])
+        traced = trace(functools.partial(run, known), inputs, known)
     except Exception:
-        if fixed is not None or not any(data[:last]):
+        if known == data:
             raise
         # The custom rules of some libraries refuse to be differentiated in their data.
-        plan, codecs, chosen_run = planned(data)
+        known = data
+        traced = trace(functools.partial(run, known), inputs, known)
+    plan, codecs = make_plan(traced, names, dies, settings, one_way)
     if not plan.kept and not (one_way and plan.smooth_outputs):
-        return chosen_run(*inputs)
+        return run(known, *inputs)
     for i, codec in enumerate(codecs):
-        if codec is not None and codec.needs_key:
+        if codec is not None and not isinstance(codec, BitMask) and codec.needs_key:
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
-    return run_compressed(plan, chosen_run, inputs, codecs, key)
+    return run_compressed(plan, functools.partial(run, known), inputs, codecs, key)
 
 
 def _run_once(

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from actjax._core.tags import EXACT_INPUT, Tag
 from actjax.residuals.candidates import Candidate, Kept, Settings, decide, describe
 from actjax.residuals.graph.equations import is_marked
 from actjax.residuals.graph.programs import inlined, merged
 from actjax.residuals.graph.rebuilding import Graph, is_cheap
+from actjax.residuals.graph.storing import choose
 from actjax.residuals.graph.variables import nbytes
 from actjax.residuals.residual_codecs import ResidualCodec
 
@@ -60,21 +62,22 @@ class ResidualPlan:
         chosen = [i for i, x in enumerate(self.smooth_inputs) if wanted[x]]
         if len(chosen) == len(self.smooth_inputs):
             return self
-        jaxpr = self.backward.jaxpr
-        outvars = [jaxpr.outvars[i] for i in chosen]
-        eqns, read = _needed(jaxpr, outvars)
+        kept = [i in chosen for i in range(len(self.smooth_inputs))]
+        # Within loops too: their bodies compute all cotangents that may be needed.
+        jaxpr, _ = partial_eval.dce_jaxpr(self.backward.jaxpr, kept, instantiate=True)
+        read = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, core.Var)}
+        read |= {x for x in jaxpr.outvars if isinstance(x, core.Var)}
         pairs = zip(jaxpr.invars[: len(self.leaves)], self.leaves, strict=True)
         leaves = [leaf for x, leaf in pairs if x in read and isinstance(leaf, core.Var)]
         stored = self.graph.needed(leaves, {k.var for k in self.kept})
         places = [i for i, k in enumerate(self.kept) if k.var in stored]
         outputs = self.forward.jaxpr.outvars[: self.outputs]
         forward = _with_outputs(self.forward.jaxpr, [*outputs, *(self.kept[i].var for i in places)])
-        backward = _with_outputs(jaxpr.replace(eqns=eqns), outvars)
         return dataclasses.replace(
             self,
             forward=core.ClosedJaxpr(forward, self.forward.consts),
             kept=tuple(self.kept[i] for i in places),
-            backward=core.ClosedJaxpr(backward, self.backward.consts),
+            backward=core.ClosedJaxpr(jaxpr, self.backward.consts),
             smooth_inputs=tuple(self.smooth_inputs[i] for i in chosen),
         )
 
@@ -107,41 +110,25 @@ def _inputs_of_segments(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.V
     return {x: None for x in leaves if isinstance(x, core.Var) and x in tagged}
 
 
-def _needed(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> tuple[list[core.JaxprEqn], set[core.Var]]:
-    """Returns the equations that outputs need, or that have an effect, and what these read."""
-    read = {x for x in outvars if isinstance(x, core.Var)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(x in read for x in eqn.outvars):
-            eqns.append(eqn)
-            read |= {x for x in eqn.invars if isinstance(x, core.Var)}
-    return eqns[::-1], read
-
-
 def make_plan(
-    run: Callable[..., list[Any]],
-    inputs: Sequence[Any],
+    traced: "Traced",
     names: Sequence[str],
     dies: Sequence[bool],
-    fixed: Sequence[bool],
     settings: Settings,
     one_way: dict[int, str],
 ) -> tuple[ResidualPlan, list[ResidualCodec | None]]:
-    """Traces a function with its pullback, and decides what to store for the pullback.
+    """Decides what to store for the pullback of a function.
 
     Returns the plan, and the codec of each stored array; None if it is stored exactly. A codec may
     hold arrays, which are arguments of what the plan is a static part of.
 
     Args:
-      run: from inputs to outputs.
-      inputs: arrays.
-      names: names of the inputs.
+      traced: the function and its pullback.
+      names: names of its inputs.
       dies: which inputs are dead after the forward pass.
-      fixed: which inputs cannot be differentiated.
       settings: the rule, and whether residuals are rebuilt.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
     """
-    traced = _trace(run, inputs, fixed)
     jaxpr, count = traced.forward.jaxpr, traced.outputs
     alive = {*jaxpr.constvars}
     alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
@@ -151,7 +138,7 @@ def make_plan(
     free = {*alive, *foreign}
     graph = Graph(jaxpr, lambda x: 0 if x in free else nbytes(x), rebuild=settings.rebuild)
     residuals = [x for x in leaves if isinstance(x, core.Var) and x not in foreign]
-    forms = graph.choose(residuals, traced.backward.jaxpr, leaves)
+    forms = choose(graph, residuals, traced.backward.jaxpr, leaves)
     to_store = list(dict.fromkeys([*foreign, *forms]))
     described = describe(jaxpr, graph, to_store, foreign, names, dies, settings)
     codecs, reasons = decide(described, settings.rule, forms)
@@ -176,7 +163,7 @@ def make_plan(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traced:
+class Traced:
     """A function and its pullback as programs.
 
     Attributes:
@@ -195,7 +182,14 @@ class _Traced:
     smooth_outputs: tuple[int, ...]
 
 
-def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[bool]) -> _Traced:
+def trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[bool]) -> Traced:
+    """Traces a function with its pullback.
+
+    Args:
+      run: from inputs to outputs.
+      inputs: arrays.
+      fixed: which inputs cannot be differentiated.
+    """
     smooth = tuple(i for i in _smooth(inputs) if not fixed[i])
     structures: list[Any] = []
 
@@ -223,7 +217,7 @@ def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence
         lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents),
         (avals[count:], [avals[i] for i in smooth_outputs]),
     )
-    return _Traced(program, count, backward, smooth, smooth_outputs)
+    return Traced(program, count, backward, smooth, smooth_outputs)
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs import Codec
+from actjax._math.precision import accumulation_dtype
+from actjax.codecs import Codec, Exact
 from actjax.formats.packing import pack, unpack
-from actjax.residuals.graph.rebuilding import Form
+from actjax.residuals.graph.storing import Form
 
 _TIMES_QUARTILE = 1e4
 """Reciprocals that are so many times as large as most are those of a tiny constant, as where a sum
@@ -44,7 +45,7 @@ class BitMask:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Around:
-    """What stores arrays with a codec, in another form.
+    """Base of the classes that store arrays with a codec in another form.
 
     Attributes:
       codec: the codec, or a `BitMask`, or another of these.
@@ -108,12 +109,14 @@ class Ordinary(_Around):
         size = jnp.abs(x)
         limit = self.limit
         if limit is None:
-            limit = _TIMES_QUARTILE * jnp.quantile(size, 0.25, -1, keepdims=True)
+            quarter = x.shape[-1] // 4
+            limit = _TIMES_QUARTILE * jnp.sort(size, -1)[..., quarter : quarter + 1]
         # NaN is no extreme: it is to be seen.
         is_extreme = size > limit
-        place = jnp.argmax(jnp.where(is_extreme, size, 0), -1, keepdims=True)
-        extreme = jnp.take_along_axis(x, place, -1)
-        low = jnp.min(jnp.where(is_extreme, jnp.inf, x), -1, keepdims=True, initial=jnp.inf)
+        highest = jnp.max(jnp.where(is_extreme, x, 0), -1, keepdims=True)
+        lowest = jnp.min(jnp.where(is_extreme, x, 0), -1, keepdims=True)
+        extreme = jnp.where(highest > -lowest, highest, lowest)
+        low = jnp.min(jnp.where(is_extreme, jnp.inf, x), -1, keepdims=True)
         low = jnp.where(jnp.isfinite(low), low, 0)
         ordinary = jnp.where(is_extreme, low, x)
         mask = in_bits(x.shape).encode(is_extreme)
@@ -127,18 +130,24 @@ class Ordinary(_Around):
         return jnp.where(is_extreme, extreme, x)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=("dtype",))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reciprocal(_Around):
-    """Stores the reciprocals of numbers that a backward pass divides by."""
+    """Stores the reciprocals of numbers that a backward pass divides by.
+
+    Attributes:
+      dtype: of the numbers. Their reciprocals may exceed its range.
+    """
+
+    dtype: str
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
         """As in `Codec`."""
-        return self.codec.encode(1 / x, key)
+        return self.codec.encode(1 / x.astype(accumulation_dtype(x.dtype)), key)
 
     def decode(self, code: Any) -> jax.Array:
         """As in `Codec`."""
-        return 1 / self.codec.decode(code)
+        return (1 / self.codec.decode(code)).astype(self.dtype)
 
 
 ResidualCodec = Codec | BitMask | Reshaped | Ordinary | Reciprocal
@@ -172,8 +181,10 @@ def fitted(
     if codec.stored_bytes(grouped, dtype) > math.prod(shape) * jnp.dtype(dtype).itemsize:
         return None
     inner: Any = codec
+    if isinstance(codec, Exact):
+        return codec if grouped == shape else Reshaped(codec, shape, grouped)
     if form.is_reciprocal:
-        inner = Reciprocal(Ordinary(codec, None))
+        inner = Reciprocal(Ordinary(codec, None), dtype)
     elif form.limit is not None:
         inner = Ordinary(codec, form.limit)
     return inner if grouped == shape else Reshaped(inner, shape, grouped)

@@ -24,7 +24,7 @@ class Config:
     """Settings of the benchmark."""
 
     seed: int = 0
-    """Of parameters and data."""
+    """Seed of parameters and data."""
     results: pathlib.Path = record.RESULTS / "sensitive_programs.json"
     """Where raw results go."""
 

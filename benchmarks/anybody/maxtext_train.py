@@ -2,10 +2,7 @@
 
 MaxText's steps call `loss_fn` of the module `train`, so a program replaces it before `train.main`:
 
-    train.loss_fn = coded
-
-`coded`, below, is four lines, since MaxText's configuration must stay out of the arguments of
-`actjax.compress_residuals`: it has an attribute `dtype` and would be taken for an array.
+    train.loss_fn = actjax.compress_residuals(train.loss_fn, actjax.Quantized(4))
 
 `remat_policy=minimal` leaves arrays to store; with the default, `full`, layers are computed again.
 """
@@ -79,13 +76,7 @@ def run_trainer(arguments: list[str], loss: Loss) -> dict[str, float]:
 def main() -> None:
     """Prints a line for each of two policies of rematerialization."""
     loss_fn = train.loss_fn
-
-    def coded(model: Any, config: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        def run(model: Any, data: Any) -> Any:
-            return loss_fn(model, config, data, *args, **kwargs)
-
-        return actjax.compress_residuals(run, actjax.Quantized(4))(model, data)
-
+    coded = actjax.compress_residuals(loss_fn, actjax.Quantized(4))
     for policy in ("minimal", "full"):
         with tempfile.TemporaryDirectory() as folder:
             arguments = arguments_of(folder, policy)
@@ -122,7 +113,7 @@ def main() -> None:
         with mesh:
             report(
                 f"maxtext 0.2.5, remat_policy={policy}",
-                4,
+                1,
                 loss,
                 gradient,
                 (params, rest, data),

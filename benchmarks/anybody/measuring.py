@@ -1,4 +1,4 @@
-"""What the scripts of this folder measure: errors of gradients, memory, time of `compress`."""
+"""Errors of gradients, memory and time of `compress`, for the scripts of this folder."""
 
 import contextlib
 import json

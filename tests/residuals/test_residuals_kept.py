@@ -39,19 +39,26 @@ STACKED = normal(0, 16, 8), normal(1, 3, 8, 8)
         lambda x, w: jax.nn.gelu(x @ w, approximate=False) @ w,
         lambda x, w: jax.nn.silu(x @ w) @ w,
         lambda x, w: layer_norm(x @ w, 1.5, 0.1) @ w,
-        lambda x, w: jax.nn.gelu(layer_norm(x @ w, 1.5, 0.1)) @ w,
+        lambda x, w: jax.nn.softmax(x @ w) @ w,
+        lambda x, w: jax.nn.gelu(layer_norm(x @ w, w[0], w[1])) @ w,
         lambda x, w: jax.nn.silu((x @ w + w[0]) * w[1]) @ w,
     ],
-    ids=["gelu", "exact gelu", "silu", "layer norm", "both", "bias and scale"],
+    ids=["gelu", "exact gelu", "silu", "layer norm", "softmax", "both", "bias and scale"],
 )
 def test_one_array_is_stored_if_all_others_follow_from_it(fun):
     x, w = ARGS
     wrapped = compress_residuals(fun, CODE)
     (row,) = rows_kept(wrapped, x, w)
-    assert row.operator in ("dot_general", "sub")  # Or the product without its mean.
+    # Or the exponentials of a softmax, which it reads.
+    assert row.operator in ("dot_general", "exp")
     assert (row.shape, row.codec, row.reason) == ((16, 8), repr(CODE), "")
     assert held_bytes(wrapped, x, w) == row.stored_bytes == CODE.stored_bytes((16, 8), "float32")
     assert held_bytes(fun, x, w) > 16 * 8 * 4
+
+
+def test_a_sine_is_stored_with_its_derivative():
+    rows = rows_kept(compress_residuals(lambda x, w: jnp.sin(x @ w) @ w, CODE), *ARGS)
+    assert sorted(row.operator for row in rows) == ["cos", "sin"]
 
 
 def saved_often(x, w, v):

@@ -19,11 +19,11 @@ def cheapest_cut(
 ) -> set[Hashable]:
     """Returns nodes of the least total price that every path from a start to an end passes.
 
-    Of several such sets, the one that is nearest to the starts.
+    If several sets cost the same, it returns the one nearest to the starts.
 
     Args:
-      prices: of all nodes; infinite for those that are not to be in the result. Starts and ends may
-        be.
+      prices: price of each node; infinite if the cut must not contain it. Starts and ends may be in
+        the cut.
       edges: pairs of nodes.
       starts: where paths begin.
       ends: where they end.

@@ -6,9 +6,9 @@ would have been accurate. This module runs the cheap operations of a program on 
 each variable, in float64 NumPy, with a slope for each operand, and from these follows the error of
 a value back to everything that it is computed from.
 
-The values are not those of a batch: which arrays are stored must not depend on data. Results of
-products and loops are taken to be normal with one of `SPREADS`, more than those of a trained
-network mostly have, since a program must not fail on those that have more.
+The samples are not taken from a batch: the choice of stored arrays must not depend on data. Results
+of products and loops are assumed to be normal with one of `SPREADS`. That is more than a trained
+network mostly has, so that networks with larger activations work too.
 """
 
 import collections
@@ -22,17 +22,19 @@ import numpy as np
 from jax.extend import core
 from scipy import special
 
+from actjax.residuals.graph.variables import has_floats
+
 SPREADS = (4.0, 8.0)
-"""Standard deviations of what is neither an argument nor computed by a cheap operation."""
+"""Standard deviations assumed for results of operations that are not cheap."""
 _ROWS, _COLUMNS = 16, 32
 _COUNT = _ROWS * _COLUMNS
 """Samples of each variable: a few rows, along which sums and maxima run."""
 _STEP = 1e-6
-"""Of the differences that slopes are measured with, relative to a value."""
+"""Step of the central differences that give slopes, relative to a value."""
 _LARGEST = 1e100
 """Bound of a sample."""
 _EXTREME = 1e6
-"""Constants beyond are the -1e9 of a mask, which is no part of the range of a group."""
+"""Larger constants belong to a mask (-1e9) and do not count in the range of a group."""
 _INFINITY = 1e50
 """Stands for such constants among the samples."""
 
@@ -74,7 +76,7 @@ _COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
 _REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "reduce_sum": np.mean, "reduce_max": np.max, "reduce_min": np.min,
 }  # fmt: skip
-_PASSED = ("gather", "dynamic_slice", "sort", "rev", "while", "copy", "reduce_window_max")
+_PASSED = ("gather", "dynamic_slice", "sort", "reduce_window_max")
 """Operations whose results are among the numbers of their first operand."""
 
 
@@ -103,6 +105,12 @@ def _along_rows(fun: Callable[..., np.ndarray], x: np.ndarray) -> np.ndarray:
     return np.repeat(fun(x.reshape(_ROWS, _COLUMNS), axis=1), _COLUMNS)
 
 
+def _bounded(x: np.ndarray) -> np.ndarray:
+    """Returns finite numbers."""
+    x = np.nan_to_num(x, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    return np.clip(x, -_LARGEST, _LARGEST)
+
+
 def _nonzero(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 1e-12, 1e-12, x)
 
@@ -121,8 +129,9 @@ class Growth:
 
         Args:
           jaxpr: a program without calls.
-          is_cheap: whether the results of an equation are rebuilt. Errors end at the others.
-          spread: standard deviation of the results of the others.
+          is_cheap: whether the results of an equation are rebuilt. Errors are followed through
+            these equations only.
+          spread: standard deviation of the results of all other equations.
           known: samples of some of its inputs.
         """
         self._is_cheap, self._spread = is_cheap, spread
@@ -182,9 +191,9 @@ class Growth:
         return {x: np.full(_COUNT, 1 / size) for x, size in sizes.items()}
 
     def limit(self, var: Any) -> float | None:
-        """Returns a bound of the ordinary numbers of a variable; None if it has no others.
+        """Returns a bound of the ordinary numbers of a variable; None if it has no extreme ones.
 
-        Others are the -1e9 or infinity that a program puts where a mask is off.
+        Extreme numbers are the -1e9 or infinity that a program writes where a mask is off.
         """
         return None if _is_ordinary(self._values[var]).all() else _least_extreme(var.aval.dtype)
 
@@ -233,7 +242,7 @@ class Growth:
             return {x: along[x] ** 2 + across[x] for x in region}
 
     def _error(self, var: Any, is_reciprocal: bool) -> np.ndarray:
-        """Returns what the error of a code is in proportion to, for each sample."""
+        """Returns the range that the error of a code is proportional to, for each sample."""
         x = self._values[var]
         if is_reciprocal:
             x = _nonzero(x)
@@ -257,7 +266,7 @@ class Growth:
     def _value(self, x: Any) -> np.ndarray:
         if isinstance(x, core.Literal):
             value = np.ravel(np.asarray(x.val))[0] if np.size(x.val) else 0.0
-            if not _is_floating(x):
+            if not has_floats(x):
                 return np.full(_COUNT, float(np.real(value)) if np.isrealobj(value) else 0.0)
             number = float(value)
             if abs(number) >= _least_extreme(np.asarray(x.val).dtype):
@@ -274,11 +283,7 @@ class Growth:
         inputs = [self._value(x) for x in eqn.invars]
         for out in eqn.outvars:
             value, slopes = self._of_cheap(eqn, out, inputs)
-            self._values[out] = np.clip(
-                np.nan_to_num(value, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST),
-                -_LARGEST,
-                _LARGEST,
-            )
+            self._values[out] = _bounded(value)
             self._slopes[out] = [
                 (x, slope, count)
                 for x, (slope, count) in zip(eqn.invars, slopes, strict=False)
@@ -288,8 +293,8 @@ class Growth:
     def _of_expensive(self, eqn: core.JaxprEqn, out: Any, place: int) -> np.ndarray:
         name = eqn.primitive.name
         fresh = self._fresh(out, name, place)
-        floats = [self._value(x) for x in eqn.invars if _is_floating(x)]
-        if not _is_floating(out) or not floats:
+        floats = [self._value(x) for x in eqn.invars if has_floats(x)]
+        if not has_floats(out) or not floats:
             return fresh
         order = self._order(out, name, place)
         if name in _PASSED:
@@ -354,10 +359,10 @@ class Growth:
             return value, [steep] * len(x)
         if name == "polynomial":
             return x[0], [steep]
-        if not x or not _is_floating(out):
+        if not x or not has_floats(out):
             return self._fresh(out, name), [flat] * len(x)
-        # Views, casts, padding, and what else passes numbers on.
-        first = next((i for i, v in enumerate(eqn.invars) if _is_floating(v)), None)
+        # Views, casts, padding, and other operations that pass numbers on.
+        first = next((i for i, v in enumerate(eqn.invars) if has_floats(v)), None)
         if first is None:
             return x[0], [flat] * len(x)
         return x[first], [steep if i == first else flat for i in range(len(x))]
@@ -372,10 +377,5 @@ def _with_slopes(
         step = _STEP * (1 + np.abs(operand))
         above, below = ([*x[:i], operand + s, *x[i + 1 :]] for s in (step, -step))
         slope = (fun(*above) - fun(*below)) / (2 * step)
-        slopes.append((np.nan_to_num(slope, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST), 0))
+        slopes.append((_bounded(slope), 0))
     return fun(*x), slopes
-
-
-def _is_floating(x: Any) -> bool:
-    dtype = getattr(x.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)

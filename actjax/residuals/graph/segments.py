@@ -15,6 +15,7 @@ from jax.extend import core
 
 from actjax.residuals.graph.equations import body_of, branches_of
 from actjax.residuals.graph.rebuilding import Graph, is_cheap
+from actjax.residuals.graph.storing import choose
 from actjax.residuals.graph.variables import is_floating, nbytes
 
 _SIZES = 24
@@ -202,14 +203,14 @@ def _cheap_before(
 ) -> list[core.JaxprEqn]:
     """Returns the equations before a segment that it computes again from what is stored or alive.
 
-    Nothing sees through the end of a segment whose arrays are codes. Without these equations an
-    array that follows from constants, such as a mask of scores, would be stored, as a code.
+    Without them an array that follows from constants, such as a mask of scores, would be stored as
+    a code: where a segment stores codes, its inputs are not traced back.
     """
     own = jaxpr.eqns[segment.start : segment.stop]
     made = {x for eqn in own for x in eqn.outvars}
     read = dict.fromkeys(x for eqn in own for x in eqn.invars if isinstance(x, core.Var))
     needed = {x for x in read if x not in made}
-    stored = {*known, *graph.choose([x for x in read if x in needed and x not in known])}
+    stored = {*known, *choose(graph, [x for x in read if x in needed and x not in known])}
     before = []
     for eqn in reversed(jaxpr.eqns[: segment.start]):
         if any(x in needed and x not in stored for x in eqn.outvars):
@@ -227,8 +228,8 @@ _ORDERS = frozenset({
 def chosen_by(body: core.Jaxpr, special: Callable[[core.JaxprEqn], bool]) -> set[Any]:
     """Returns the floating point inputs of a segment that it must be computed again from exactly.
 
-    An order, and what a custom rule stores, are exact where nothing is computed again. Those of
-    a decoded input are others.
+    Without recomputation, an order and the residuals of a custom rule are exact. Computed again
+    from a decoded input they would differ.
 
     Args:
       body: the segment.

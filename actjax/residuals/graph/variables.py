@@ -15,6 +15,16 @@ def nbytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
+def size(var: Any) -> int:
+    """Returns the number of elements of a variable."""
+    return var.aval.size
+
+
+def has_floats(var: Any) -> bool:
+    """Returns whether a variable or a literal has floating point numbers."""
+    return is_floating(var.aval)
+
+
 def is_array(x: Any) -> bool:
     """Returns whether a leaf of a pytree is an array, and no Python number, text or function.
 

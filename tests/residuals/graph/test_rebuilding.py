@@ -16,6 +16,7 @@ from actjax._core.tags import name_code
 from actjax.residuals.graph.equations import run_equation
 from actjax.residuals.graph.programs import inlined
 from actjax.residuals.graph.rebuilding import Graph
+from actjax.residuals.graph.storing import choose
 
 X = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
 W = np.random.default_rng(1).standard_normal((8, 8)).astype("float32")
@@ -48,7 +49,7 @@ class Program:
         return 0 if var in self.given else var.aval.size * var.aval.dtype.itemsize
 
     def choose(self, price=None) -> list[core.Var]:
-        return [*self.graph(price).choose(self.residuals)]
+        return [*choose(self.graph(price), self.residuals)]
 
     def graph(self, price=None) -> Graph:
         return Graph(self.jaxpr, price or self.price, rebuild=self.rebuild)
