@@ -29,7 +29,7 @@
 import os
 
 # XLA's default schedule for CPUs keeps arrays alive; GPUs need no flag.
-os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+os.environ["XLA_FLAGS"] = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 import pathlib
 import sysconfig

@@ -41,7 +41,7 @@ _ROUNDS = 4
 _TOP = 255.0
 _KEPT_BITS = 32
 """Stands for an array that is kept, where bits are allocated."""
-_SMALLER_HEAP = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+_SMALLER_HEAP = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's default schedule for CPUs runs what it can at once, and holds arrays for that, whatever the
 program says. The other one tells what a program needs."""
 

@@ -90,7 +90,7 @@ def compress(
       memory: a function from another function and its arguments to the bytes of its temporaries,
         for a choice that is meant for another device, such as a GPU that is not in this machine. By
         default what the compiler says for the default device. (On a CPU with the schedule that
-        holds least: see `xla_cpu_enable_concurrency_optimized_scheduler`.)
+        holds least: see `xla_cpu_scheduler_type`.)
       verbose: whether to print the choice after a measurement.
 
     Raises:

@@ -7,7 +7,7 @@ them may be replaced by a code. In JAX the leaves of the pullback of `jax.vjp` a
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,11 +67,11 @@ def compress_residuals(
     `fun` may write into Flax nnx modules among its positional arguments: statistics of a batch
     norm, the number of dropout masks drawn, settings.
 
-    An operator may store a second array that fits only the exact values. Attention with a stored
-    log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
-    k and the exact log-sum-exp are wrong by orders of magnitude. Use
-    `actjax.attention(..., recompute=True)`, or an attention that stores its weights, such as
-    `jax.nn.dot_product_attention` without cuDNN.
+    Residuals of a `custom_vjp` of others are coded if its backward pass is continuous in them, and
+    stay exact if it compares, rounds or sorts them. Attention with a stored log-sum-exp is run
+    again from decoded inputs in the backward pass: where scores are large, weights computed from
+    decoded q and k and the exact log-sum-exp would be wrong by orders of magnitude. That is not so
+    for `actjax.attention`: use its `recompute=True` where scores are large.
 
     A `lax.scan` in `fun` is transformed as well: the residuals of an iteration, including its
     carry, are encoded within the loop, so that no stack of floats exists. Works under `jit`,
@@ -186,67 +186,98 @@ def _compress(
 
     # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
     # outside of the loop that a key belongs to.
-    def run(data: Sequence[bool], *inputs: Any) -> list[Any]:
+    def run(data: Sequence[bool], again: Collection[int], *inputs: Any) -> list[Any]:
         closed = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
         run_key = jax.tree.unflatten(treedef, inputs[last:])
         if settings.remat is None:
-            return _run_once(closed, inputs[first:last], settings, run_key)
+            return _run_once(closed, inputs[first:last], settings, run_key, again)
         return _run_segments(
             closed, inputs[first:last], dies[:last], data[:last], settings, settings.remat, run_key
         )
 
     if all(data):
-        return run(data, *inputs)
+        return run(data, (), *inputs)
     # The choice must not depend on whether a batch is closed over, or a step is jitted.
     known = [*(fixed or (False,) * last), *data[last:]]
     try:
-        traced = trace(functools.partial(run, known), inputs, known)
+        traced = trace(functools.partial(run, known, ()), inputs, known)
     except Exception:
         if known == data:
             raise
         # The custom rules of some libraries refuse to be differentiated in their data.
         known = data
-        traced = trace(functools.partial(run, known), inputs, known)
+        traced = trace(functools.partial(run, known, ()), inputs, known)
+    fitted_run = functools.partial(run, known, traced.reads.rules)
+    if traced.reads.rules and settings.remat is None:
+        traced = trace(fitted_run, inputs, known)
     plan, codecs = make_plan(traced, names, dies, settings, one_way)
     if not plan.kept and not (one_way and plan.smooth_outputs):
-        return run(known, *inputs)
+        return run(known, (), *inputs)
     for i, codec in enumerate(codecs):
         if codec is not None and not isinstance(codec, BitMask) and codec.needs_key:
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
-    return run_compressed(plan, functools.partial(run, known), inputs, codecs, key)
+    return run_compressed(plan, fitted_run, inputs, codecs, key)
 
 
 def _run_once(
-    program: core.ClosedJaxpr, arguments: Sequence[Any], settings: Settings, key: Any
+    program: core.ClosedJaxpr,
+    arguments: Sequence[Any],
+    settings: Settings,
+    key: Any,
+    again: Collection[int] = (),
 ) -> list[Any]:
-    """Runs a program without computing any of it again; its loops are compressed."""
+    """Runs a program without computing any of it again; its loops are compressed.
+
+    Args:
+      program: the program.
+      arguments: its arguments.
+      settings: settings of the whole function.
+      key: randomness of the encoding, or None.
+      again: numbers of the custom rules that are run again in the backward pass.
+    """
     # Other calls are differentiated as calls: JAX differentiates equal ones once.
     into = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
-    return run_inlined(program, arguments, _handler(settings, key), into=into)
+    return run_inlined(program, arguments, _handler(settings, key, again), into=into)
 
 
-def _handler(settings: Settings, key: Any) -> Handler:
+def _handler(settings: Settings, key: Any, again: Collection[int] = ()) -> Handler:
     """Returns the handler of loops, and of equations without a derivative or with a custom one."""
-    # Each loop has its own key, the same each time the function is traced.
-    numbers = itertools.count()
+    # Each loop has its own key, the same each time the function is traced. So do custom rules.
+    loops, rules = itertools.count(), itertools.count()
 
     def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-        outputs = _run_special(eqn, x)
-        return _compress_loop(settings, key, numbers, eqn, x) if outputs is None else outputs
+        outputs = _run_special(eqn, x, rules, again)
+        return _compress_loop(settings, key, loops, eqn, x) if outputs is None else outputs
 
     return handle
 
 
-def _run_special(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-    """Runs an equation without a derivative or with a custom one; returns None for the rest."""
+def _run_special(
+    eqn: core.JaxprEqn,
+    x: list[Any],
+    numbers: Iterator[int] = itertools.repeat(0),
+    again: Collection[int] = (),
+) -> list[Any] | None:
+    """Runs an equation without a derivative or with a custom one; returns None for the rest.
+
+    Args:
+      eqn: the equation.
+      x: its inputs.
+      numbers: gives each custom rule of others a number.
+      again: numbers of those that are run again in the backward pass.
+    """
     if eqn.primitive.name in ONE_WAY:
         return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
-    if eqn.primitive.name not in CUSTOM_VJP:
-        return run_marked(eqn, x) if is_foreign_rule(eqn) else None
-    count = closed_over(eqn)
-    x = [*map(jax.lax.stop_gradient, x[:count]), *x[count:]]
-    return run_marked(eqn, x) if is_foreign_rule(eqn) else run_equation(eqn, x)
+    if eqn.primitive.name in CUSTOM_VJP:
+        count = closed_over(eqn)
+        x = [*map(jax.lax.stop_gradient, x[:count]), *x[count:]]
+    if not is_foreign_rule(eqn):
+        return run_equation(eqn, x) if eqn.primitive.name in CUSTOM_VJP else None
+    number = next(numbers)
+    if number in again:
+        return jax.checkpoint(lambda *x: run_marked(eqn, x, number))(*x)
+    return run_marked(eqn, x, number)
 
 
 def _run_segments(

@@ -16,12 +16,16 @@ from jax.interpreters import partial_eval
 
 from actjax._core.tags import EXACT_INPUT, Tag
 from actjax.residuals.candidates import Candidate, Kept, Settings, decide, describe
-from actjax.residuals.graph.equations import is_marked
+from actjax.residuals.graph.foreign import Reads, reads_of_rules
+from actjax.residuals.graph.products import PRODUCTS
 from actjax.residuals.graph.programs import inlined, merged
 from actjax.residuals.graph.rebuilding import Graph, is_cheap
 from actjax.residuals.graph.storing import choose
-from actjax.residuals.graph.variables import nbytes
+from actjax.residuals.graph.variables import has_floats, nbytes
 from actjax.residuals.residual_codecs import ResidualCodec
+
+_CODES_PER_ARRAY = 4
+"""Codes of most rules take a quarter of an array or less."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,21 +86,13 @@ class ResidualPlan:
         )
 
 
-def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
-    """Returns the residuals that other people's custom backward passes read.
+def _integer_products(jaxpr: core.Jaxpr) -> set[core.Var]:
+    """Returns integers that a product of quantized numbers computes.
 
-    Such a residual may be valid for exact values only, or not be an activation: the statistics of a
-    softmax, the times of a solver, indices.
-
-    Args:
-      jaxpr: the pullback.
-      leaves: its residuals, its first inputs.
+    A code of the number that they are scaled to is smaller.
     """
-    read = {
-        x for eqn in jaxpr.eqns if is_marked(eqn) for x in eqn.invars if isinstance(x, core.Var)
-    }
-    pairs = zip(jaxpr.invars, leaves, strict=False)
-    return {leaf: None for x, leaf in pairs if x in read and isinstance(leaf, core.Var)}
+    products = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in PRODUCTS)
+    return {x for eqn in products for x in eqn.outvars if not has_floats(x)}
 
 
 def _inputs_of_segments(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
@@ -133,12 +129,18 @@ def make_plan(
     alive = {*jaxpr.constvars}
     alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
     leaves = jaxpr.outvars[count:]
-    foreign = _read_by_foreign_rules(traced.backward.jaxpr, leaves)
+    backward = traced.backward.jaxpr
+    foreign = dict.fromkeys([*traced.reads.exact, *traced.reads.fitting])
     foreign |= _inputs_of_segments(jaxpr, leaves)
     free = {*alive, *foreign}
-    graph = Graph(jaxpr, lambda x: 0 if x in free else nbytes(x), rebuild=settings.rebuild)
+    integers = _integer_products(jaxpr)
+
+    def price(x: core.Var) -> int:
+        return 0 if x in free else nbytes(x) * (_CODES_PER_ARRAY if x in integers else 1)
+
+    graph = Graph(jaxpr, price, rebuild=settings.rebuild)
     residuals = [x for x in leaves if isinstance(x, core.Var) and x not in foreign]
-    forms = choose(graph, residuals, traced.backward.jaxpr, leaves)
+    forms = choose(graph, residuals, backward, leaves)
     to_store = list(dict.fromkeys([*foreign, *forms]))
     described = describe(jaxpr, graph, to_store, foreign, names, dies, settings)
     codecs, reasons = decide(described, settings.rule, forms)
@@ -173,6 +175,7 @@ class Traced:
         inputs.
       smooth_inputs: positions of the inputs that can be differentiated.
       smooth_outputs: positions of the outputs that can be differentiated.
+      reads: the leaves that other people's custom rules cannot read as codes.
     """
 
     forward: core.ClosedJaxpr
@@ -180,6 +183,7 @@ class Traced:
     backward: core.ClosedJaxpr
     smooth_inputs: tuple[int, ...]
     smooth_outputs: tuple[int, ...]
+    reads: Reads
 
 
 def trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[bool]) -> Traced:
@@ -217,7 +221,8 @@ def trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[
         lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents),
         (avals[count:], [avals[i] for i in smooth_outputs]),
     )
-    return Traced(program, count, backward, smooth, smooth_outputs)
+    reads = reads_of_rules(program.jaxpr, smooth, backward.jaxpr, program.jaxpr.outvars[count:])
+    return Traced(program, count, backward, smooth, smooth_outputs, reads)
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:

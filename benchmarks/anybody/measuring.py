@@ -18,7 +18,7 @@ import actjax
 
 Gradient = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a loss to its gradient as the trainer takes it: from arrays to a pytree of arrays."""
-OPTIONS: dict[str, str | bool] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 def report(

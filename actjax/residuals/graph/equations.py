@@ -70,7 +70,7 @@ def scope_of(eqn: core.JaxprEqn) -> str:
     """
     stack: Any = eqn.source_info.name_stack.stack
     names = (scope.name for scope in stack if type(scope).__name__ == "Scope")
-    return "/".join(name for name in names if name != _FOREIGN)
+    return "/".join(name for name in names if not name.startswith(_FOREIGN))
 
 
 def closed_over(eqn: core.JaxprEqn) -> int:
@@ -103,16 +103,20 @@ def _has_foreign_rule(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-def run_marked(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Runs an equation, and marks the equations of its custom rule for `is_marked`."""
-    with jax.named_scope(_FOREIGN):
+def run_marked(eqn: core.JaxprEqn, inputs: Sequence[Any], number: int = 0) -> list[Any]:
+    """Runs an equation, and marks the equations of its custom rule for `mark_of`."""
+    with jax.named_scope(f"{_FOREIGN} {number}"):
         return run_equation(eqn, inputs)
 
 
-def is_marked(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation belongs to a custom rule that actjax did not write."""
+def mark_of(eqn: core.JaxprEqn) -> int | None:
+    """Returns the number of the custom rule of others that an equation belongs to, or None."""
     stack: Any = eqn.source_info.name_stack.stack
-    return any(getattr(scope, "name", None) == _FOREIGN for scope in stack)
+    for scope in stack:
+        name = getattr(scope, "name", "")
+        if name.startswith(_FOREIGN):
+            return int(name.removeprefix(_FOREIGN))
+    return None
 
 
 def joined_scopes(*scopes: str) -> str:

@@ -244,6 +244,8 @@ class Growth:
     def _error(self, var: Any, is_reciprocal: bool) -> np.ndarray:
         """Returns the range that the error of a code is proportional to, for each sample."""
         x = self._values[var]
+        if not has_floats(var):  # Stored exactly.
+            return np.zeros(_COUNT)
         if is_reciprocal:
             x = _nonzero(x)
             return _range(1 / x) * x**2

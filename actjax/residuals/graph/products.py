@@ -3,6 +3,9 @@
 import math
 from typing import Any
 
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"})
+"""Operations that multiply matrices."""
+
 
 def product_flops(jaxpr: Any, loop_length: float = 1) -> float:
     """Returns the operations of all products and convolutions; two per multiply-add.

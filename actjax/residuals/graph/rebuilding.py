@@ -37,6 +37,10 @@ _JUMPS = frozenset({
     "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "round", "sign",
 })  # fmt: skip
 """The discontinuous operations among these. Casts to integers are discontinuous too."""
+STEEP = frozenset({
+    "cos", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "sinh", "tan",
+})  # fmt: skip
+"""Operations among these that make a small error of a large or tiny number a large one."""
 
 
 class Graph:
@@ -181,7 +185,7 @@ class Graph:
         sources = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
         if self._is_narrower_copy(eqn, sources):
             return frozenset({var})
-        if self._jumps(eqn) and any(
+        if jumps(eqn) and any(
             has_floats(root) and self.price(root) for roots in sources for root in roots
         ):
             # A mask of decoded values could differ from the exact mask, so the mask is stored.
@@ -193,13 +197,6 @@ class Graph:
             if all(large) and not large[0] & large[1]:
                 return frozenset({var})
         return frozenset().union(*sources)
-
-    def _jumps(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether the result is a discontinuous function of the inputs."""
-        if eqn.primitive.name == "convert_element_type":
-            is_inexact = jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
-            return has_floats(eqn.invars[0]) and not is_inexact
-        return eqn.primitive.name in _JUMPS
 
     def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
         """Returns whether a root is cast to fewer bytes: then the cast is stored instead."""
@@ -230,6 +227,14 @@ def is_cheap(eqn: core.JaxprEqn) -> bool:
         tag = Tag.decode(eqn.params["name"])
         return tag is None or not tag.is_code
     return eqn.primitive.name in VIEWS or eqn.primitive.name in _ELEMENTWISE
+
+
+def jumps(eqn: core.JaxprEqn) -> bool:
+    """Returns whether the result of a cheap operation is a discontinuous function of the inputs."""
+    if eqn.primitive.name == "convert_element_type":
+        is_inexact = jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
+        return has_floats(eqn.invars[0]) and not is_inexact
+    return eqn.primitive.name in _JUMPS
 
 
 def _dtype(var: Any) -> Any:

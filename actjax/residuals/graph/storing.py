@@ -16,7 +16,7 @@ from jax.extend import core
 
 from actjax.residuals.graph.cuts import cheapest_cut
 from actjax.residuals.graph.growth import SPREADS, Growth
-from actjax.residuals.graph.rebuilding import VIEWS, Graph
+from actjax.residuals.graph.rebuilding import STEEP, VIEWS, Graph
 from actjax.residuals.graph.variables import size
 
 # An error is the relative one of the value that reads a residual, if the error of the code is the
@@ -40,10 +40,6 @@ _TIE = 0.01
 """Part of the bytes of a variable that such a growth counts as."""
 _SMALL = 32
 """Variables that are smaller than a residual by this factor are mostly stored exactly."""
-_STEEP = frozenset({
-    "cos", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "sinh", "tan",
-})  # fmt: skip
-"""Operations that make a small error of a large or tiny number a large one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +190,7 @@ def _is_steep(eqn: core.JaxprEqn, is_large: Callable[[Any], bool]) -> bool:
     if eqn.primitive.name == "div":
         divisor = eqn.invars[1]
         return isinstance(divisor, core.Var) and is_large(divisor)
-    return eqn.primitive.name in _STEEP
+    return eqn.primitive.name in STEEP
 
 
 def _cut(graph: Graph, ways: Sequence[_Ways]) -> list[core.Var]:
