@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.no_derivative import no_derivative
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import encoded_first, keep, name_code
 from actjax.codecs import Codec, Exact, Quantized
 from actjax.codecs.base import Code
@@ -339,7 +340,7 @@ def coded_call(
     return _coded_call(fun, operator, tuple(names), tuple(activations), others, tuple(codecs), key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1, 2))
 def _coded_call(fun, operator, names, activations, others, codecs, key):
     del operator, names, codecs, key
     return fun(activations, others)

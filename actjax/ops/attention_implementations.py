@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep, keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
@@ -55,7 +56,7 @@ def _cudnn(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     return _cudnn_packed(mask, name, q, k, v, segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _cudnn_whole(mask: Mask, name: str, q, k, v) -> jax.Array:
     del name
     return merge_heads(cudnn_call(mask, None, q, k, v))
@@ -104,7 +105,7 @@ def _cudnn_bwd(mask, name, residuals, dout):
 _cudnn_whole.defvjp(_cudnn_fwd, _cudnn_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _cudnn_packed(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     del name
     return merge_heads(packed_forward(mask, q, k, v, segments)[0])
@@ -133,7 +134,7 @@ _cudnn_packed.defvjp(_cudnn_packed_fwd, _cudnn_packed_bwd)
 # ----- plain JAX, in blocks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _blockwise(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     del name
     return merge_heads(_blockwise_forward(mask, q, k, v, segments)[0])

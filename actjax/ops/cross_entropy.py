@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax._shards import Dims
@@ -92,7 +93,7 @@ class _Static:
     with_head: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(ReverseMode, nondiff_argnums=(0,))
 def _cross_entropy(
     static: _Static,
     hidden: jax.Array,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from actjax._core.checks import check_floating
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
@@ -81,7 +82,7 @@ class _Table:
     name: str
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(ReverseMode, nondiff_argnums=(0,))
 def _embedding(static: _Table, table: jax.Array, ids: jax.Array) -> jax.Array:
     rows = table.at[_indices(ids, static.vocab)]
     return rows.get(mode="fill", fill_value=static.fill_value, out_sharding=_of_tokens(ids, table))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
@@ -74,7 +75,7 @@ class Gelu:
         return _gelu(self.approximate, "", *activations)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _gelu(approximate: bool, name: str, x: jax.Array) -> jax.Array:
     del name
     wide = x.astype(accumulation_dtype(x.dtype))

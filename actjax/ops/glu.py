@@ -9,6 +9,7 @@ import jax
 
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep
 from actjax._math.padding import check_features, zero_beyond
 from actjax._math.precision import accumulation_dtype
@@ -117,7 +118,7 @@ class Activate:
         return value, (dgate, dup), ()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _swiglu(name: str, features: int | None, gate: jax.Array, up: jax.Array) -> jax.Array:
     del name
     return reference.value(gate, up, features)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype, by_feature
 from actjax.codecs import Codec, Exact
@@ -85,7 +86,7 @@ class _Normalize:
         return _layer_norm(self.eps, "", *activations, *others)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _layer_norm(
     eps: float, name: str, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:

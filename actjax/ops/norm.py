@@ -9,6 +9,7 @@ import jax
 
 from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep
 from actjax.codecs import Codec, Exact
 from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
@@ -98,7 +99,7 @@ class Normalize:
         return value, (dx,), dscale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _rms_norm(eps: float, name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
     del name
     return reference.value(x, scale, eps)

@@ -3,6 +3,7 @@
 import jax
 
 from actjax._core.checks import check_floating
+from actjax._core.reverse_mode import ReverseMode
 from actjax.kernels.rope_encode.reference import value
 
 
@@ -39,7 +40,7 @@ def check_tables(shape: tuple[int, ...], cos: jax.Array, sin: jax.Array) -> None
         )
 
 
-@jax.custom_vjp
+@ReverseMode
 def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return value(x, cos, sin)
 

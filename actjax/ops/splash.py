@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from actjax._core.reverse_mode import ReverseMode
 from actjax._shards import is_partitioned
 from actjax.ops.mask import Mask
 
@@ -26,7 +27,7 @@ the queries. Longer sequences take two kernels, with 7 products of a block in pl
 _LIBRARY = "jax.experimental.pallas.ops.tpu.splash_attention"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def splash(mask: Mask, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
     """Returns attention with merged heads: one of `actjax.ops.attention_implementations`.
 

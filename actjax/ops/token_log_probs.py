@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from actjax._core.checks import check_codec
 from actjax._core.coded_call import decode_late
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import keep, keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax._shards import Dims
@@ -83,7 +84,7 @@ def token_log_probs(
     return _token_log_probs(chunk, name, hidden, head, indices(labels), mask, codec, key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def _token_log_probs(
     chunk: int,
     name: str,

@@ -10,6 +10,7 @@ from jax.extend import core
 
 from actjax._core.coded_call import decode_late
 from actjax._core.no_derivative import no_derivative
+from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax.codecs import Exact
 from actjax.residuals.candidates import LEFT, LEFT_BY_RULE, NO_SMALLER
@@ -23,7 +24,7 @@ LIFETIME = 32
 decoded again. About the length of one operator."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(ReverseMode, nondiff_argnums=(0, 1))
 def run_compressed(plan: ResidualPlan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
     """Returns the outputs of a function; stores codes of its residuals for its backward pass.
 
