@@ -50,3 +50,41 @@ def codec_of(rules: Rules, path: str, layer: Any, is_linear: bool) -> Codec | No
             " layer as it is."
         )
     return codec
+
+
+class Seen:
+    """The layers that a replacement changes or leaves alone.
+
+    Attributes:
+      changed: number of layers that store codes.
+    """
+
+    def __init__(self) -> None:
+        self.changed = 0
+        self._left: dict[str, list[str]] = {}
+
+    def left(self, layer: Any, path: str) -> None:
+        """Notes a layer with parameters that stays as it is."""
+        self._left.setdefault(type(layer).__name__, []).append(path or "the model itself")
+
+    def finish(self, kinds: str, verbose: bool) -> None:
+        """Prints what is left alone.
+
+        Args:
+          kinds: the kinds of layers that can be replaced.
+          verbose: whether to print.
+
+        Raises:
+          ValueError: no layer was changed.
+        """
+        left = ", ".join(
+            f"{len(paths)} {kind} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
+            for kind, paths in self._left.items()
+        )
+        if not self.changed:
+            raise ValueError(
+                f"`rules` of replace fit no layer of the model that is {kinds} itself. Layers with"
+                f" parameters: {left or 'none'}."
+            )
+        if verbose:
+            print(f"replace: {self.changed} layers store codes; left alone: {left or 'none'}")

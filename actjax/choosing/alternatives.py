@@ -37,7 +37,9 @@ _MOST_MEASURED = 14
 _PARTS = 8
 """Parts of a function that may be computed again, each as well as all before it."""
 _ROUNDS = 4
-"""How often bits are chosen anew because the error of all arrays together was above the bound."""
+"""How often bits are chosen anew because the error of all together was far from the bound."""
+_CLOSE = 0.8
+"""Share of the bound at which an error is close enough to it."""
 _TOP = 255.0
 _KEPT_BITS = 32
 """Stands for an array that is kept, where bits are allocated."""
@@ -46,6 +48,8 @@ _SMALLER_HEAP = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 program says. The other one tells what a program needs."""
 
 
+ErrorAt = Callable[[Mapping[str, float]], float]
+"""From the highest levels of arrays, by label, to the error of the gradient."""
 Memory = Callable[..., int]
 """From a function and its arguments to the bytes of its temporaries."""
 
@@ -193,11 +197,11 @@ class Alternatives:
             return {}
         groups = groups_of(arrays, _MOST_MEASURED)
         error_at = self._error_at_levels(groups, remat, AnyLevels)
-        base, ruined = error_at(_full(groups)), {}
+        base, ruined = error_at({}), {}
         if not math.isfinite(base):
             ruined, groups = self._ruined(groups, remat)
             error_at = self._error_at_levels(groups, remat, AnyLevels)
-            base = error_at(_full(groups))
+            base = error_at({})
         chooser = Chooser(
             lambda: _sensitivities(groups, base, error_at),
             lambda sensitivity: _within(error, sensitivity, groups, error_at),
@@ -212,10 +216,9 @@ class Alternatives:
         """Returns the arrays whose codes make the gradient NaN, as kept, and the other groups."""
         error_at = self._error_at_levels(groups, remat, Rounded)
         kept, others = {}, []
-        for i, group in enumerate(groups):
-            tops = np.full(len(groups), np.inf, np.float32)
-            tops[i] = _TOP
-            if math.isfinite(error_at(tops)):
+        exactly = {c.label: np.inf for group in groups for c in group}
+        for group in groups:
+            if math.isfinite(error_at(exactly | {c.label: _TOP for c in group})):
                 others.append(group)
             else:
                 kept |= dict.fromkeys((c.label for c in group), KEEP)
@@ -226,15 +229,15 @@ class Alternatives:
         groups: Sequence[Sequence[Candidate]],
         remat: Recompute | None,
         kind: Callable[[Any, Quantized], Codec],
-    ) -> Callable[[np.ndarray], float]:
-        """Returns a function from the highest level of each group to the error of the gradient.
+    ) -> ErrorAt:
+        """Returns a function from highest levels, by label, to the error of the gradient.
 
         Args:
-          groups: the arrays that have codes.
+          groups: the arrays that have codes; by default of 8 bits.
           remat: what is computed again.
           kind: the codec, from a level and the settings of the code.
         """
-        number = {c.label: i for i, group in enumerate(groups) for c in group}
+        number = {c.label: i for i, c in enumerate(itertools.chain.from_iterable(groups))}
 
         def gradient(tops: jax.Array, leaves: Any) -> list[jax.Array]:
             def rule(what: Candidate) -> Codec | None:
@@ -244,8 +247,13 @@ class Alternatives:
             return self.gradient(Settings(rule, remat=remat))(leaves)
 
         self._say(f"compiles codes of any bits, and measures {len(groups)} kinds of arrays")
-        run = _compiled(gradient, np.zeros(len(groups), np.float32), self._leaves).run
-        return lambda tops: self._error(run(tops, self._leaves))
+        run = _compiled(gradient, np.zeros(len(number), np.float32), self._leaves).run
+
+        def error_at(tops: Mapping[str, float]) -> float:
+            levels = np.asarray([tops.get(label, _TOP) for label in number], np.float32)
+            return self._error(run(levels, self._leaves))
+
+        return error_at
 
     def _error(self, gradient: Sequence[jax.Array]) -> float:
         return float(worst_error(gradient, self._exact))
@@ -256,13 +264,8 @@ class Alternatives:
         return round(again / max(self._forward_products, 1.0), 3)
 
 
-def _full(groups: Sequence[Any]) -> np.ndarray:
-    """Returns the highest levels of 8 bits for all groups."""
-    return np.full(len(groups), _TOP, np.float32)
-
-
 def _sensitivities(
-    groups: Sequence[Sequence[Candidate]], base: float, error_at: Callable[[np.ndarray], float]
+    groups: Sequence[Sequence[Candidate]], base: float, error_at: ErrorAt
 ) -> dict[str, float]:
     """Returns the squared error of the gradient by each array, over `S(b)`.
 
@@ -272,13 +275,11 @@ def _sensitivities(
     Args:
       groups: the arrays.
       base: the error with all groups in 8 bits.
-      error_at: from the highest level of each group to the error.
+      error_at: from highest levels to the error.
     """
     sensitivity = {}
-    for i, group in enumerate(groups):
-        tops = _full(groups)
-        tops[i] = 2.0**MEASURED_BITS - 1
-        error = error_at(tops)
+    for group in groups:
+        error = error_at(dict.fromkeys((c.label for c in group), 2.0**MEASURED_BITS - 1))
         # Rounding leaves more than zero of the difference of nearly equal numbers.
         square = max(error**2 - base**2, 1e-6 * base**2, 1e-30) if math.isfinite(error) else 1.0
         total = sum(c.size * c.layers for c in group)
@@ -292,22 +293,29 @@ def _within(
     error: float,
     sensitivity: Mapping[str, float],
     groups: Sequence[Sequence[Candidate]],
-    error_at: Callable[[np.ndarray], float],
+    error_at: ErrorAt,
 ) -> dict[str, int]:
     """Returns few bits whose errors together stay within `error`, as measured."""
     sizes = {c.label: c.size * c.layers for group in groups for c in group}
     bits: dict[str, int] = {}
+    within: dict[str, int] = {}
     scale = 1.0
     for _ in range(_ROUNDS):
         scaled = {name: c * scale for name, c in sensitivity.items()}
         chosen = fewest_bits(scaled, sizes, error**2, (*BITS, _KEPT_BITS))
-        bits = {name: KEEP if n == _KEPT_BITS else n for name, n in chosen.items()}
-        fewest = [min(bits[c.label] or max(BITS) for c in group) for group in groups]
-        measured = error_at(np.asarray([2.0**n - 1 for n in fewest], np.float32))
-        if measured <= error or not math.isfinite(measured):
+        before, bits = bits, {name: KEEP if n == _KEPT_BITS else n for name, n in chosen.items()}
+        if bits == before:
             break
-        scale *= (measured / error) ** 2 * 1.05
-    return bits
+        measured = error_at({name: 2.0**n - 1 for name, n in bits.items() if n != KEEP})
+        if measured <= error:
+            # Errors that partly cancel leave room for fewer bits.
+            within = bits
+            if measured > _CLOSE * error:
+                break
+        elif within or not math.isfinite(measured):
+            break
+        scale *= max((measured / error) ** 2 * 1.05, 1e-2)
+    return within or bits
 
 
 def fewer_codes(bits: Mapping[str, int]) -> dict[str, int]:

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from actjax.checkpoint import checkpoint
 from actjax.codecs import Codec, Exact
 from actjax.flax import products
+from actjax.flax.attention import CodedAttention
 
 
 class _Coded(nnx.Module):
@@ -135,6 +137,16 @@ class RMSNorm(_Norm, nnx.RMSNorm):
     kind = "rms"
 
 
+class GroupNorm(_Coded, nnx.GroupNorm):
+    """`nnx.GroupNorm` that stores its input, or a code of it, and nothing else."""
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """As in Flax."""
+        normalized: Any = super().__call__
+        run = checkpoint(lambda x: normalized(x, mask=mask), **self._settings())
+        return run(x)
+
+
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` whose projections store their inputs by a codec.
 
@@ -146,6 +158,23 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         super().__init__(*args, rngs=rngs, **kwargs)
         for name in ("query", "key", "value", "out"):
             twin(getattr(self, name), codec, name, rngs)
+
+
+class StoredHeads(_Coded, nnx.MultiHeadAttention):
+    """`nnx.MultiHeadAttention` that stores queries, keys and values by a codec, and no weights.
+
+    Its projections are layers of their own. `replace` makes it.
+
+    Attributes:
+      plain_attention_fn: the attention of the replaced layer.
+    """
+
+    plain_attention_fn: Any
+
+    @property
+    def attention_fn(self) -> Any:
+        """The attention of this layer."""
+        return CodedAttention(self.plain_attention_fn, **self._settings())
 
 
 def is_over_last_axis(layer: Any, x: jax.Array) -> bool:
@@ -164,6 +193,8 @@ _TWINS: dict[type, type[_Coded]] = {
     nnx.Conv: Conv,
     nnx.LayerNorm: LayerNorm,
     nnx.RMSNorm: RMSNorm,
+    nnx.GroupNorm: GroupNorm,
+    nnx.MultiHeadAttention: StoredHeads,
 }
 LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 """Layers that are linear in their input."""
@@ -176,7 +207,10 @@ def has_twin(layer: Any) -> bool:
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
     """Turns a layer of Flax into its twin in place, so that it stays shared between modules."""
+    own = vars(layer)
+    if "attention_fn" in own:
+        own["plain_attention_fn"] = own.pop("attention_fn")
     for plain in products.NAMES:
-        vars(layer).pop(plain, None)
+        own.pop(plain, None)
     layer.__class__ = _TWINS[type(layer)]
     layer.set_codec(codec, name, rngs)

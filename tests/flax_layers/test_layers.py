@@ -68,6 +68,7 @@ def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
     assert type(small.up) is coded_nnx.Linear
     assert type(small.attention.query) is coded_nnx.LinearGeneral
     assert type(small.norm) is coded_nnx.LayerNorm
+    assert type(small.attention) is coded_nnx.StoredHeads
     assert type(model.up) is nnx.Linear
     results = values_and_gradients([exact, model, small], X)
     (value, got), (plain, gradient), (_, of_small) = results
@@ -79,6 +80,42 @@ def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
     explanation = actjax.explain(lambda state, x: total(nnx.merge(graph, state)(x)), state, X)
     stored = {f"{r.operator}: {r.name}" for r in explanation.residuals}
     assert {"linear: up", "linear: attention/query", "rms_norm: root"} <= stored
+    assert {"checkpoint: attention 0", "checkpoint: attention 2"} <= stored
+
+
+class Picture(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(6, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
+        self.cell = nnx.GRUCell(8, 8, rngs=rngs)
+        self.places = nnx.Embed(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = jnp.tanh(self.norm(self.conv(x))) + self.places(jnp.arange(8))
+        return self.cell(jnp.zeros(8), y.mean((1, 2)))[1]
+
+
+def test_norms_of_groups_and_cells_are_replaced_and_the_rest_is_listed(capsys):
+    model = nnx.jit(lambda: Picture(nnx.Rngs(0)))()
+    exact, small = replace(model, Exact()), replace(model, Quantized(8, group=8))
+    line = "replace: 4 layers store codes; left alone: 1 Embed (places)\n"
+    assert capsys.readouterr().out == 2 * line
+    assert type(small.norm) is coded_nnx.GroupNorm
+    (value, got), (plain, gradient), (_, of_small) = values_and_gradients(
+        [exact, model, small], IMAGE
+    )
+    assert_same(value, plain)
+    assert relative_error(got, gradient) < 1e-5
+    assert 1e-5 < relative_error(of_small, gradient) < 0.02
+
+
+def test_attention_takes_any_codec_by_its_path():
+    model = block()
+    rngs = nnx.Rngs(codes=3)
+    drawn = replace(model, {"attention$": Quantized(8, group=8, rounding="stochastic")}, rngs=rngs)
+    assert type(drawn.attention.query) is nnx.LinearGeneral
+    results = values_and_gradients([drawn, model], X)
+    assert 1e-5 < relative_error(results[0][1], results[1][1]) < 0.05
 
 
 def test_rules_by_path_and_by_function():
