@@ -236,6 +236,6 @@ def test_second_derivatives_through_codes_and_forward_mode_are_refused():
     coded = compress_residuals(two_products, CODE)
     with pytest.raises(NotImplementedError, match="For second derivatives store it exactly"):
         jax.eval_shape(functools.partial(second_derivatives, coded), *ONE)
-    with pytest.raises(TypeError, match="forward-mode autodiff"):
+    with pytest.raises(TypeError, match="no forward-mode"):
         # JAX refuses when the derivative is evaluated, so nothing is traced here.
         jax.jvp(compress_residuals(jnp.sin, CODE), ONE[:1], ONE[:1])

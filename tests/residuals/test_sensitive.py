@@ -91,3 +91,17 @@ def test_a_promise_holds_jitted_closed_over_and_in_neither_way():
         lambda p, _: jax.jit(jax.grad(closed[0]))(p),
     ):  # fmt: skip
         assert relative_error(gradient((W, V), X), exact) < 0.06
+
+
+def test_rare_classes_of_a_softmax_keep_their_probability():
+    # A code of exp(x - max) rounds the probabilities of classes 32 to 63 to zero, in all rows.
+    bias = np.where(np.arange(64) < 32, 0.0, -9.0).astype("float32")
+
+    def loss(bias):
+        logits = (X @ W) + bias
+        return optax.softmax_cross_entropy_with_integer_labels(logits, EDGES[0, :128] % 32).mean()
+
+    small = compress_residuals(loss, Quantized(8), activations=0)
+    got, want = jax.jit(lambda b: (jax.grad(small)(b), jax.grad(loss)(b)))(bias)
+    # Logits within 20 of each other: half a step of 20 / 255, and offsets in bfloat16.
+    assert relative_error(got[32:], want[32:]) < 0.5 * 20 / 255 + 20 * 2.0**-8

@@ -35,6 +35,10 @@ _LARGEST = 1e100
 """Bound of a sample."""
 _EXTREME = 1e6
 """Larger constants belong to a mask (-1e9) and do not count in the range of a group."""
+_OF_SMALL = 16.0
+"""Factor by which relative errors of small numbers may be larger than those of large ones."""
+_ALL_WRONG = 12**0.5 * 255
+"""Error of what a code of 8 bits rounds to zero."""
 _INFINITY = 1e50
 """Stands for such constants among the samples."""
 
@@ -142,6 +146,8 @@ class Growth:
             fresh = self._fresh(x, "input") / spread
             self._values[x] = fresh if known is None else known.get(x, fresh)
         self._slopes: dict[Any, list[tuple[Any, Any, float]]] = {}
+        sums = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum")
+        self._summed = {x for eqn in sums for x in eqn.invars if isinstance(x, core.Var)}
         with np.errstate(all="ignore"):
             for eqn in jaxpr.eqns:
                 self._run(eqn)
@@ -213,10 +219,27 @@ class Growth:
         """
         result = {}
         with np.errstate(all="ignore"):
-            for x, square in self.squares(region[0], region, weight).items():
-                total = float(np.mean(square * self._error(x, x in reciprocal) ** 2))
+            squares = [self.squares(region[0], region, weight)]
+            small = self._weight_of_small_numbers(region[0])
+            if small is not None:
+                squares.append(self.squares(region[0], region, small))
+            for x in region:
+                error = self._error(x, x in reciprocal) ** 2
+                total = max(float(np.mean(s[x] * error)) for s in squares)
                 result[x] = total**0.5 if np.isfinite(total) else np.inf
         return result
+
+    def _weight_of_small_numbers(self, var: core.Var) -> np.ndarray | None:
+        """Returns weights for relative errors of a softmax; None for other variables.
+
+        Small probabilities that are all rounded to zero have errors of one sign, which add up in
+        the gradient, although each is small beside the largest probabilities.
+        """
+        x = self._values[var]
+        if var not in self._summed or not has_floats(var) or (x < 0).any():
+            return None
+        least = _range(x) / _ALL_WRONG
+        return np.where(x > 0, 1 / (_OF_SMALL * np.maximum(x, max(least, 1e-100))), 0.0)
 
     def squares(
         self, var: core.Var, region: Sequence[core.Var], weight: np.ndarray
