@@ -130,6 +130,23 @@ class Ordinary(_Around):
         return jnp.where(is_extreme, extreme, x)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=())
+@dataclasses.dataclass(frozen=True, repr=False)
+class NaNApart(_Around):
+    """Stores NaN in a bit each, so that the other numbers of its group keep their values."""
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
+        """As in `Codec`."""
+        is_nan = jnp.isnan(x)
+        return self.codec.encode(jnp.where(is_nan, 0, x), key), in_bits(x.shape).encode(is_nan)
+
+    def decode(self, code: Any) -> jax.Array:
+        """As in `Codec`."""
+        code, mask = code
+        x = self.codec.decode(code)
+        return jnp.where(in_bits(x.shape).decode(mask), jnp.nan, x)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codec",), meta_fields=("dtype",))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reciprocal(_Around):
@@ -150,7 +167,7 @@ class Reciprocal(_Around):
         return (1 / self.codec.decode(code)).astype(self.dtype)
 
 
-ResidualCodec = Codec | BitMask | Reshaped | Ordinary | Reciprocal
+ResidualCodec = Codec | BitMask | Reshaped | Ordinary | NaNApart | Reciprocal
 
 
 def in_bits(shape: tuple[int, ...]) -> ResidualCodec:
@@ -187,4 +204,6 @@ def fitted(
         inner = Reciprocal(Ordinary(codec, None), dtype)
     elif form.limit is not None:
         inner = Ordinary(codec, form.limit)
+    if form.may_be_nan:
+        inner = NaNApart(inner)
     return inner if grouped == shape else Reshaped(inner, shape, grouped)

@@ -108,3 +108,15 @@ def test_the_reciprocal_of_a_divisor_has_the_error_of_a_code():
     # Half a step, and offsets in bfloat16.
     assert (wrong.max(1) <= 0.5 * steps + 2.0**-8 * np.nanmax(reciprocals, 1)).all()
     np.testing.assert_allclose(decoded[3, 5], 1e-12, rtol=1e-5)
+
+
+def test_nan_is_stored_apart():
+    x = np.random.default_rng(2).standard_normal((4, 64)).astype("float32")
+    x[1, 3], x[2] = np.nan, np.nan
+    stored = fitted(Quantized(8), x.shape, "float32", Form(may_be_nan=True))
+    decoded = np.asarray(jax.jit(lambda x: stored.decode(stored.encode(x)))(x))
+    np.testing.assert_array_equal(np.isnan(decoded), np.isnan(x))
+    steps = (np.fmax(np.nanmax(x[:2], 1), 0) - np.fmin(np.nanmin(x[:2], 1), 0)) / 255
+    # Half a step, and offsets in bfloat16.
+    bounds = (0.5 * steps + 2.0**-8 * np.nanmax(np.abs(x[:2]), 1))[:, None]
+    assert (np.abs(decoded[:2] - x[:2]) <= bounds)[~np.isnan(x[:2])].all()

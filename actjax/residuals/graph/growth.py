@@ -148,9 +148,18 @@ class Growth:
         self._slopes: dict[Any, list[tuple[Any, Any, float]]] = {}
         sums = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum")
         self._summed = {x for eqn in sums for x in eqn.invars if isinstance(x, core.Var)}
+        self._tested: set[Any] = {
+            eqn.invars[0]
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name in ("ne", "eq") and eqn.invars[0] is eqn.invars[1]
+        }
         with np.errstate(all="ignore"):
             for eqn in jaxpr.eqns:
                 self._run(eqn)
+                if is_cheap(eqn) and any(
+                    isinstance(x, core.Var) and x in self._tested for x in eqn.invars
+                ):
+                    self._tested |= {x for x in eqn.outvars if has_floats(x)}
 
     def weights(self, backward: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, np.ndarray]:
         """Returns how much an error of each residual counts, for each sample.
@@ -195,6 +204,13 @@ class Growth:
         """Returns weights, as `weights` does, where it is not known what reads the residuals."""
         sizes = {x: max(_size(self._values[x]), 1e-100) for x in residuals}
         return {x: np.full(_COUNT, 1 / size) for x, size in sizes.items()}
+
+    def may_be_nan(self, var: core.Var) -> bool:
+        """Returns whether a variable follows from one that the program compares with itself.
+
+        That is a test for NaN, which is expected there: the infinite logarithms of `logaddexp`.
+        """
+        return var in self._tested
 
     def limit(self, var: Any) -> float | None:
         """Returns a bound of the ordinary numbers of a variable; None if it has no extreme ones.

@@ -50,10 +50,12 @@ class Form:
       is_reciprocal: whether a code of its reciprocal is stored, since the backward pass divides by
         it.
       limit: bound of its ordinary numbers, if it has others, such as the -1e9 of a mask.
+      may_be_nan: whether some of its numbers may be NaN, of which the program makes no use.
     """
 
     is_reciprocal: bool = False
     limit: float | None = None
+    may_be_nan: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +148,8 @@ class _Errors:
 
     def form(self, var: core.Var) -> Form:
         """Returns the form in which a variable is stored."""
-        return Form(var in self._reciprocal, self._views[0][0].limit(var))
+        growth = self._views[0][0]
+        return Form(var in self._reciprocal, growth.limit(var), growth.may_be_nan(var))
 
     def _largest(
         self, region: Sequence[core.Var], reciprocal: Collection[core.Var]
