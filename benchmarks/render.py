@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import ladder, memory, pictures, recipes, record, soak, start
+from benchmarks.anybody import errors, measuring
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
@@ -89,6 +90,15 @@ SECTIONS = {
     "start": Section(
         "The first minutes of `llama_1b`, and its memory in GiB against the plan", start.table,
         ("actjax", "models", "train", "benchmarks/start.py"),
+    ),
+    "sensitive_programs": Section(
+        "Programs that are sensitive to codes", errors.table,
+        ("actjax/residuals", "actjax/codecs", "benchmarks/anybody"),
+    ),
+    "trainers": Section(
+        "Trainers of other libraries", measuring.table,
+        ("actjax/residuals", "actjax/choosing", "actjax/codecs", "benchmarks/anybody"),
+        "the library of each script in `benchmarks/anybody`; for the column H100, `TARGET_CONFIG`",
     ),
 }  # fmt: skip
 """By the names of their results, in the order of the page."""

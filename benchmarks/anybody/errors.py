@@ -16,7 +16,7 @@ import numpy as np
 import actjax
 from benchmarks import command, record
 from benchmarks.anybody.programs import Program, programs
-from benchmarks.tables import print_cells
+from benchmarks.tables import Cells, print_cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +61,38 @@ def _held(loss: Callable[..., Any], program: Program) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
 
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns cells for kinds of programs: the largest errors, and the most that is held."""
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    cells = []
+    for kind in kinds:
+        of_kind = [row for row in rows if row["kind"] == kind]
+        cells.append(
+            {
+                "kind": kind,
+                "programs": ", ".join(row["program"].replace("_", " ") for row in of_kind),
+                **{
+                    f"error, {bits} bits": ", ".join(_text(row[f"error_{bits}"]) for row in of_kind)
+                    for bits in (8, 4)
+                },
+                "held, 4 bits": f"{max(row['held_4'] / row['held'] for row in of_kind):.0%}",
+            }
+        )
+    return cells
+
+
+def _text(error: float | None) -> str:
+    return "NaN" if error is None else f"{error:.2g}"
+
+
 def show(_: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
-    text = lambda x: "NaN" if x is None else f"{x:.2g}"  # noqa: E731
     cells = [
         {
             "kind": row["kind"],
             "program": row["program"],
-            "error, 8 bits": text(row["error_8"]),
-            "4 bits": text(row["error_4"]),
+            "error, 8 bits": _text(row["error_8"]),
+            "4 bits": _text(row["error_4"]),
             "held, 4 bits": f"{row['held_4'] / row['held']:.0%}",
         }
         for row in rows

@@ -1,7 +1,6 @@
 """Errors of gradients, memory and time of `compress`, for the scripts of this folder."""
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import actjax
+from benchmarks import record
+from benchmarks.tables import Cells
 
+RESULTS = record.RESULTS / "trainers.json"
 Gradient = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a loss to its gradient as the trainer takes it: from arrays to a pytree of arrays."""
 OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -34,7 +36,7 @@ def report(
     error: float = 0.05,
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Prints one line of JSON, and a row for each way on the way there.
+    """Measures each way, and writes a row of `benchmarks/results/trainers.json`.
 
     Args:
       trainer: its name and version.
@@ -46,9 +48,9 @@ def report(
       step: from a loss to the lowered training step.
       has_aux: whether the loss returns auxiliary data.
       error: of `compress`.
-      more: further entries of the line.
+      more: further entries of the row.
     """
-    out: dict[str, Any] = {"trainer": trainer, "jax": jax.__version__, "lines": lines}
+    out: dict[str, Any] = {"trainer": trainer, **record.environment(), "lines": lines}
     exact = jax.jit(gradient(loss))(*arguments)
     out["parameters"] = sum(x.size for x in jax.tree.leaves(exact))
     out["memory_MiB"] = {"plain": _memory(loss, gradient, arguments, step)}
@@ -69,7 +71,10 @@ def report(
     out["compress"] = {t.name: round(t.error, 4) for t in choice.tried}
     out["chosen"] = choice.name
     add("compress", small)
-    print(json.dumps(out | (more or {})))
+    others = [r for r in record.rows_to_keep(RESULTS, add=True) if r["trainer"] != trainer]
+    row = out | (more or {})
+    record.save(RESULTS, {"environment": record.environment(), "rows": [*others, row]})
+    print(row)
 
 
 def errors(gradient: Any, exact: Any) -> dict[str, float]:
@@ -116,3 +121,25 @@ def _memory(
 
 def _temporaries(compiled: Any) -> float:
     return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 3)
+
+
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns cells for trainers: memory of the gradient, errors, and the time to choose."""
+    cells = []
+    for row in rows:
+        memory, errors = row["memory_MiB"], row["error"]
+        cells.append(
+            {
+                "trainer": row["trainer"],
+                "lines": str(row["lines"]),
+                **{
+                    f"{place}: plain, 8 bits, 4 bits, `compress`, MiB": ", ".join(
+                        f"{memory[way][key]:.1f}" for way in memory if key in memory[way]
+                    )
+                    for place, key in (("CPU", "gradient"), ("H100", "h100"))
+                },
+                "error": ", ".join(f"{e['all']:.2%}" for e in errors.values()),
+                "time to choose, s": f"{row['compress_s']:.0f}",
+            }
+        )
+    return cells
