@@ -219,6 +219,9 @@ class BoundLoss:
                     f" {type(output).__name__}: pass has_aux=False."
                 )
             loss: Any = output[0] if has_aux else output
+            leaves = jax.tree.leaves(loss)
+            if len(leaves) == 1 and not isinstance(loss, tuple | list | dict):
+                loss = leaves[0]  # A named array of haliax, for example.
             self._check(loss, has_aux)
             return loss
 

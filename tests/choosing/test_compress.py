@@ -20,7 +20,7 @@ import actjax
 from actjax.choosing.alternatives import fewer_codes
 from actjax.choosing.choice import KEEP, Choice, Tried, preferred
 from actjax.choosing.compress import parse_bytes
-from actjax.choosing.measure import worst_error
+from actjax.choosing.measure import BoundLoss, worst_error
 from actjax.codecs.levels import AnyLevels
 from actjax.residuals.graph.products import product_flops
 
@@ -222,6 +222,17 @@ def test_messages():
         (of(actjax.compress, 3, error=0.1), "`fun` of compress must be a function, got 3"),
         (of(actjax.compress, loss, error=0.1, codec=actjax.Exact()), "must be an actjax.Quantized"),
     ])  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Named:
+    array: jax.Array
+
+
+def test_a_scalar_within_a_node_is_one():
+    bound = BoundLoss(lambda w: Named(jnp.sum(w**2)), (jnp.ones(3),), (0,), False)
+    np.testing.assert_allclose(bound.gradient(None)(bound.leaves)[0], 2 * np.ones(3))
 
 
 def test_second_derivatives_and_forward_mode_are_refused(small):
