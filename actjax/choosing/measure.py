@@ -219,11 +219,12 @@ class BoundLoss:
                     f" {type(output).__name__}: pass has_aux=False."
                 )
             loss: Any = output[0] if has_aux else output
-            leaves = jax.tree.leaves(loss)
-            if len(leaves) == 1 and not isinstance(loss, tuple | list | dict):
-                loss = leaves[0]  # A named array of haliax, for example.
-            self._check(loss, has_aux)
-            return loss
+            leaves: list[Any] = jax.tree.leaves(loss)
+            # A named array of haliax, for example, is a node.
+            is_node = len(leaves) == 1 and not isinstance(loss, tuple | list | dict)
+            scalar: Any = leaves[0] if is_node else loss
+            self._check(scalar, has_aux)
+            return scalar
 
         self._value = value
         jax.eval_shape(value, *opened.args)
