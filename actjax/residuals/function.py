@@ -275,7 +275,8 @@ def _run_special(
     if not is_foreign_rule(eqn):
         return run_equation(eqn, x) if eqn.primitive.name in CUSTOM_VJP else None
     number = next(numbers)
-    if number in again:
+    # A `shard_map` may hold a whole model: its residuals are stored exactly instead.
+    if number in again and eqn.primitive.name != "shard_map" and not eqn.effects:
         return jax.checkpoint(lambda *x: run_marked(eqn, x, number))(*x)
     return run_marked(eqn, x, number)
 

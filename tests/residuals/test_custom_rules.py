@@ -102,6 +102,15 @@ EXACT = {
 }
 
 
+def over_devices(y):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("d")
+    return jax.shard_map(EXACT["comparison"], mesh=mesh, in_specs=spec, out_specs=spec)(y)
+
+
+EXACT["comparison over devices"] = over_devices
+
+
 def gradients(fun):
     """Returns the gradient of the sum of `fun(X W)` at 2 bits, and exactly."""
 

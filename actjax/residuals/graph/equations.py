@@ -84,10 +84,13 @@ def closed_over(eqn: core.JaxprEqn) -> int:
 def is_foreign_rule(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation has a custom backward pass that actjax did not write.
 
-    A `cond` with such a branch counts too.
+    A `cond` with such a branch counts too, and a `shard_map` with one within.
     """
-    if branches := branches_of(eqn):
-        return any(_has_foreign_rule(branch.jaxpr) for branch in branches)
+    bodies = branches_of(eqn)
+    if eqn.primitive.name == "shard_map" and (body := body_of(eqn)) is not None:
+        bodies = (body,)
+    if bodies:
+        return any(_has_foreign_rule(body.jaxpr) for body in bodies)
     if eqn.primitive.name not in CUSTOM_VJP:
         return False
     body = body_of(eqn)
