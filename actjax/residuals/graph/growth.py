@@ -148,10 +148,11 @@ class Growth:
         self._slopes: dict[Any, list[tuple[Any, Any, float]]] = {}
         sums = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum")
         self._summed = {x for eqn in sums for x in eqn.invars if isinstance(x, core.Var)}
+        equations = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("ne", "eq"))
         self._tested: set[Any] = {
             eqn.invars[0]
-            for eqn in jaxpr.eqns
-            if eqn.primitive.name in ("ne", "eq") and eqn.invars[0] is eqn.invars[1]
+            for eqn in equations
+            if eqn.invars[0] is eqn.invars[1] and isinstance(eqn.invars[0], core.Var)
         }
         with np.errstate(all="ignore"):
             for eqn in jaxpr.eqns:
