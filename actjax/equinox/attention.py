@@ -14,8 +14,12 @@ class MultiheadAttention(Coded, eqx.nn.MultiheadAttention):
     """`equinox.nn.MultiheadAttention` that stores its heads by a codec, and no weights [H, S, T].
 
     The backward pass computes the weights again from decoded queries and keys. The projections are
-    layers of their own.
+    separate layers.
     """
+
+    def stacked(self) -> tuple[int, ...]:
+        """As for all layers."""
+        return self.query_proj.weight.shape[:-2]
 
     def __call__(
         self,

@@ -53,8 +53,6 @@ class _TokenFunction:
 class Coded(eqx.Module):
     """Mixin of all layers; each layer also inherits from a layer of Equinox.
 
-    A stack of layers has a weight, `weight_name`, with more axes than `weight_axes`.
-
     Attributes:
       codec: how the input is stored.
       code_name: the name of the input in `actjax.explain`.
@@ -64,7 +62,7 @@ class Coded(eqx.Module):
     codec: Codec = eqx.field(static=True)
     code_name: str = eqx.field(static=True)
     codes: jax.Array | None
-    weight_name, weight_axes = "weight", 1
+    weight_axes = 1
 
     def __init__(
         self,
@@ -81,6 +79,11 @@ class Coded(eqx.Module):
             raise TypeError(f"`codec` of a layer must be an actjax.Codec, got {codec!r}.")
         self.codec, self.codes = codec, codes
         self.code_name = code_name or type(self).__name__
+
+    def stacked(self) -> tuple[int, ...]:
+        """Returns the leading axes of the parameters of a stack of layers."""
+        weight: Any = self.weight  # pyright: ignore[reportAttributeAccessIssue]
+        return () if weight is None else weight.shape[: weight.ndim - self.weight_axes]
 
     def _key(self, key: jax.Array | None) -> jax.Array | None:
         """Returns the key of a call, or that of the layer; None if the codec needs none."""

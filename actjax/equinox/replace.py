@@ -132,14 +132,17 @@ def with_keys(model: Model, key: jax.Array) -> Model:
 
     def keyed(layer: Any) -> Any:
         nonlocal number
-        if not isinstance(layer, Coded) or not layer.codec.needs_key:
+        if not isinstance(layer, Coded):
             return layer
+        # Attention holds layers.
+        is_inner = lambda x: isinstance(x, Coded) and x is not layer  # noqa: E731
+        if not layer.codec.needs_key:
+            return jax.tree.map(keyed, layer, is_leaf=is_inner)
         number += 1
         layer_key = jax.random.fold_in(key, number)
-        weight: Any = getattr(layer, layer.weight_name)
-        stacked = () if weight is None else weight.shape[: weight.ndim - layer.weight_axes]
-        if stacked:
+        if stacked := layer.stacked():
             layer_key = jax.random.split(layer_key, stacked)
+        layer = jax.tree.map(keyed, layer, is_leaf=is_inner)
         return eqx.tree_at(lambda coded: coded.codes, layer, layer_key, is_leaf=lambda x: x is None)
 
     return jax.tree.map(keyed, model, is_leaf=lambda x: isinstance(x, Coded))

@@ -101,10 +101,9 @@ class _TracedLayer(Coded):
 class Conv(_TracedLayer, eqx.nn.Conv):
     """`equinox.nn.Conv` that stores its input by a codec."""
 
-    @property
-    def weight_axes(self) -> int:
-        """Axes of the weight of a single layer."""
-        return 2 + self.num_spatial_dims
+    def stacked(self) -> tuple[int, ...]:
+        """As for all layers."""
+        return self.weight.shape[: -2 - self.num_spatial_dims]
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns the convolution of [in_channels, *spatial], as in Equinox."""
@@ -137,7 +136,9 @@ class GroupNorm(_TracedLayer, eqx.nn.GroupNorm):
 class GRUCell(_TracedLayer, eqx.nn.GRUCell):
     """`equinox.nn.GRUCell` that stores input, state and gates by a codec."""
 
-    weight_name, weight_axes = "weight_ih", 2
+    def stacked(self) -> tuple[int, ...]:
+        """As for all layers."""
+        return self.weight_ih.shape[:-2]
 
     def __call__(self, input: jax.Array, hidden: jax.Array, *, key: Any = None) -> jax.Array:
         """Returns the next state, as in Equinox."""
@@ -147,7 +148,9 @@ class GRUCell(_TracedLayer, eqx.nn.GRUCell):
 class LSTMCell(_TracedLayer, eqx.nn.LSTMCell):
     """`equinox.nn.LSTMCell` that stores input, states and gates by a codec."""
 
-    weight_name, weight_axes = "weight_ih", 2
+    def stacked(self) -> tuple[int, ...]:
+        """As for all layers."""
+        return self.weight_ih.shape[:-2]
 
     def __call__(
         self, input: jax.Array, hidden: tuple[jax.Array, jax.Array], *, key: Any = None

@@ -163,7 +163,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 class StoredHeads(_Coded, nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` that stores queries, keys and values by a codec, and no weights.
 
-    Its projections are layers of their own. `replace` makes it.
+    Its projections are separate layers. `replace` makes it.
 
     Attributes:
       plain_attention_fn: the attention of the replaced layer.
@@ -175,6 +175,10 @@ class StoredHeads(_Coded, nnx.MultiHeadAttention):
     def attention_fn(self) -> Any:
         """The attention of this layer."""
         return CodedAttention(self.plain_attention_fn, **self._settings())
+
+    @attention_fn.setter
+    def attention_fn(self, value: Any) -> None:
+        self.plain_attention_fn = value
 
 
 def is_over_last_axis(layer: Any, x: jax.Array) -> bool:

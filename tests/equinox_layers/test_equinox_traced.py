@@ -65,9 +65,9 @@ class Attention(eqx.Module):
 
 
 MODELS = {
-    "image": (Image(), normal(0, 4, 3, 16, 16)),
-    "recurrent": (Recurrent(), normal(1, 16, 12, 8)),
-    "attention": (Attention(), normal(2, 4, 64, 32)),
+    "image": (eqx.filter_jit(Image)(), normal(0, 4, 3, 16, 16)),
+    "recurrent": (eqx.filter_jit(Recurrent)(), normal(1, 16, 12, 8)),
+    "attention": (eqx.filter_jit(Attention)(), normal(2, 4, 64, 32)),
 }
 
 
@@ -113,6 +113,24 @@ def test_random_codecs_need_a_key_and_stacks_get_one_each():
     assert made.codes.shape[:1] == (3,)
 
 
+@pytest.mark.parametrize("path", ["", "first$", "proj$"])
+def test_attention_and_its_projections_take_random_codecs(path):
+    model, x = MODELS["attention"]
+    codec = Quantized(8, group=8, rounding="stochastic")
+    small = coded.replace(model, {path: codec} if path else codec, key=KEY, verbose=False)
+    both = eqx.filter_jit(lambda *models: [eqx.filter_grad(loss)(m, x) for m in models])
+    got, want = (eqx.filter(g, eqx.is_inexact_array) for g in both(small, model))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    assert 1e-5 < max(relative_error(a, b) for a, b in pairs) < 0.1
+
+
+def test_a_stack_of_attention_has_a_key_for_each_layer():
+    make = eqx.filter_vmap(lambda key: eqx.nn.MultiheadAttention(2, 8, key=key))
+    codec = Quantized(8, group=4, rounding="stochastic")
+    made = coded.replace(make(KEYS[:3]), {".*": codec}, key=KEY, verbose=False)
+    assert made.codes.shape == made.query_proj.codes.shape == (3,)
+
+
 def test_what_is_left_alone_is_listed(capsys):
     model = MODELS["image"][0]
     coded.replace(model, Q8)
@@ -128,8 +146,10 @@ def test_what_is_left_alone_is_listed(capsys):
 def test_attention_with_dropout_is_that_of_equinox():
     model, x = MODELS["attention"]
     small = coded.replace(model, Q8, verbose=False)
-    args = (x[0],) * 3
-    for inference in (False, True):
-        got = small.second(*args, key=KEY, inference=inference)
-        want = model.second(*args, key=KEY, inference=inference)
+
+    @eqx.filter_jit
+    def attend(layer, x):
+        return [layer(x, x, x, key=KEY, inference=inference) for inference in (False, True)]
+
+    for got, want in zip(attend(small.second, x[0]), attend(model.second, x[0]), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
