@@ -62,7 +62,7 @@ def _held(loss: Callable[..., Any], program: Program) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
-    """Returns cells for kinds of programs: the largest errors, and the most that is held."""
+    """Returns cells for kinds of programs: errors of each program, and the most that is held."""
     kinds = dict.fromkeys(row["kind"] for row in rows)
     cells = []
     for kind in kinds:

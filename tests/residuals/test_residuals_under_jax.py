@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -135,6 +136,25 @@ def test_the_compiled_loop_holds_codes_and_no_floats(checkpointed):
     # Only x has a gradient, so only a recomputation reads the carry.
     codes = codec.stored_bytes((256, 64 if checkpointed else 128), "float32")
     assert codes <= growth <= 1.05 * codes  # 5% for alignment; floats take 7 times as much.
+
+
+def test_a_cross_entropy_stores_its_logits_and_needs_no_more_arrays_than_without_codes():
+    """Another array, such as the shifted logits, would be written beside them in both passes."""
+    labels = np.arange(512) % 1024
+
+    def loss(w, x):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+    args = normal(0, 64, 1024), normal(1, 512, 64)
+    codec = Quantized(8, group=64)
+    small = compress_residuals(loss, codec)
+    assert [c.primitive for c in asked(loss, *args)][:1] == ["dot_general"]
+    memory = [
+        jax.jit(jax.grad(fun)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for fun in (small, loss)
+    ]
+    logits, code = 4 * 512 * 1024, codec.stored_bytes((512, 1024), "float32")
+    assert memory[0] <= memory[1] + code + 0.05 * logits  # 5% for statistics of rows.
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

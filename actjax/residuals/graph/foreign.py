@@ -22,13 +22,12 @@ from actjax.residuals.graph.products import PRODUCTS
 from actjax.residuals.graph.rebuilding import STEEP, is_cheap, jumps
 
 _CONTINUOUS = frozenset({
-    "addupdate", "all_gather", "all_to_all", "broadcast_to", "conv_general_dilated", "cumlogsumexp",
-    "cummax", "cummin", "cumprod", "cumsum", "dot_general", "dynamic_slice",
-    "dynamic_update_slice", "gather", "get", "masked_load", "masked_swap",
-    "ppermute", "psum", "psum_invariant", "ragged_dot", "ragged_dot_general", "reduce_prod",
-    "reduce_scatter", "reduce_window_sum", "scatter", "scatter-add", "scatter_add", "swap",
+    "addupdate", "all_gather", "all_to_all", "broadcast_to", "cumlogsumexp", "cummax", "cummin",
+    "cumprod", "cumsum", "dynamic_slice", "dynamic_update_slice", "gather", "get", "masked_load",
+    "masked_swap", "ppermute", "psum", "psum_invariant", "reduce_prod", "reduce_scatter",
+    "reduce_window_sum", "scatter", "scatter-add", "scatter_add", "swap",
 })  # fmt: skip
-"""Continuous operations that are not cheap."""
+"""Continuous operations that are neither cheap nor products."""
 _KERNELS = frozenset({"dot_product_attention_bwd"})
 """Backward passes of attention, in cuDNN for example."""
 
@@ -146,7 +145,7 @@ def _follow(eqn: core.JaxprEqn, origins: _Origins, in_kernel: bool) -> _Needs:
         origins |= dict.fromkeys([*eqn.outvars, *written], result)
         if name in _KERNELS:
             return _Needs(set(), read)
-        is_continuous = (is_cheap(eqn) and not jumps(eqn)) or name in _CONTINUOUS
+        is_continuous = (is_cheap(eqn) and not jumps(eqn)) or name in _CONTINUOUS | PRODUCTS
         steep = inputs[1:] if name == "div" else inputs if name in STEEP else []
         fitting: set[int] = set().union(*(x.products for x in steep))
         return _Needs(set() if is_continuous else read, fitting)

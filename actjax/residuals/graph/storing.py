@@ -38,6 +38,9 @@ _FLAT = 2.2
 """Growth of an error below which all variables are equal: the first is stored."""
 _TIE = 0.01
 """Part of the bytes of a variable that such a growth counts as."""
+_MADE = 0.005
+"""Part of the bytes that a variable counts more if other operations would be fused with its own, so
+that the forward pass would not write it."""
 _SMALL = 32
 """Variables that are smaller than a residual by this factor are mostly stored exactly."""
 
@@ -209,6 +212,7 @@ def _cut(graph: Graph, ways: Sequence[_Ways]) -> list[core.Var]:
         for x, growth in way.near.items():
             # Prefer the more accurate of equal sizes: values may be larger than the samples.
             price = graph.price(x) * (1 + _TIE * min(max(growth / _FLAT, 1.0), 2.0) ** 2)
+            price *= 1 + _MADE * bool(graph.sources(x))
             prices[x] = max(prices.get(x, 0.0), price)
         # The roots themselves, which other residuals may share, and the error.
         fine = min(sum(error**2 for error in way.far.values()) / _FAIR**2, _MOST)
