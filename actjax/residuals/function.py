@@ -21,11 +21,8 @@ from actjax.residuals.candidates import Candidate, Recompute, Rule, Settings
 from actjax.residuals.checks import check_function, check_positions, positions_of
 from actjax.residuals.graph.equations import (
     CUSTOM_VJP,
-    closed_over,
     is_foreign_rule,
     joined_scopes,
-    run_equation,
-    run_marked,
     scan_counts,
     scope_of,
 )
@@ -36,6 +33,7 @@ from actjax.residuals.graph.variables import is_floating
 from actjax.residuals.passes import key_of, run_compressed
 from actjax.residuals.plan import make_plan, trace
 from actjax.residuals.residual_codecs import BitMask
+from actjax.residuals.special import run_special
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -247,38 +245,10 @@ def _handler(settings: Settings, key: Any, again: Collection[int] = ()) -> Handl
     loops, rules = itertools.count(), itertools.count()
 
     def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-        outputs = _run_special(eqn, x, rules, again)
+        outputs = run_special(eqn, x, rules, again)
         return _compress_loop(settings, key, loops, eqn, x) if outputs is None else outputs
 
     return handle
-
-
-def _run_special(
-    eqn: core.JaxprEqn,
-    x: list[Any],
-    numbers: Iterator[int] = itertools.repeat(0),
-    again: Collection[int] = (),
-) -> list[Any] | None:
-    """Runs an equation without a derivative or with a custom one; returns None for the rest.
-
-    Args:
-      eqn: the equation.
-      x: its inputs.
-      numbers: gives each custom rule of others a number.
-      again: numbers of those that are run again in the backward pass.
-    """
-    if eqn.primitive.name in ONE_WAY:
-        return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
-    if eqn.primitive.name in CUSTOM_VJP:
-        count = closed_over(eqn)
-        x = [*map(jax.lax.stop_gradient, x[:count]), *x[count:]]
-    if not is_foreign_rule(eqn):
-        return run_equation(eqn, x) if eqn.primitive.name in CUSTOM_VJP else None
-    number = next(numbers)
-    # A `shard_map` may hold a whole model: its residuals are stored exactly instead.
-    if number in again and eqn.primitive.name != "shard_map" and not eqn.effects:
-        return jax.checkpoint(lambda *x: run_marked(eqn, x, number))(*x)
-    return run_marked(eqn, x, number)
 
 
 def _run_segments(
@@ -333,7 +303,7 @@ def _run_segments(
             )
             outputs = jax.checkpoint(again)(*body_inputs)
         else:
-            again = functools.partial(run_inlined, closed, handle=_run_special)
+            again = functools.partial(run_inlined, closed, handle=run_special)
             outputs = jax.checkpoint(lambda *x, again=again: again(x))(*body_inputs)
         made = zip(body.outvars, outputs, strict=True)
         values |= {x: tag_exact(y) if x in exact else y for x, y in made}

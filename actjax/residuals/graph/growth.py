@@ -12,6 +12,7 @@ network mostly has, so that networks with larger activations work too.
 """
 
 import collections
+import functools
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,64 +23,30 @@ import numpy as np
 from jax.extend import core
 from scipy import special
 
+from actjax.residuals.graph.slopes import (
+    COUNT,
+    LARGEST,
+    along_rows,
+    bounded,
+    nonzero,
+    value_and_slopes,
+)
 from actjax.residuals.graph.variables import has_floats
 
 SPREADS = (4.0, 8.0)
 """Standard deviations assumed for results of operations that are not cheap."""
-_ROWS, _COLUMNS = 16, 32
-_COUNT = _ROWS * _COLUMNS
-"""Samples of each variable: a few rows, along which sums and maxima run."""
-_STEP = 1e-6
-"""Step of the central differences that give slopes, relative to a value."""
-_LARGEST = 1e100
-"""Bound of a sample."""
 _EXTREME = 1e6
 """Larger constants belong to a mask (-1e9) and do not count in the range of a group."""
+_INFINITY = 1e50
+"""Stands for such constants among the samples."""
 _OF_SMALL = 16.0
 """Factor by which relative errors of small numbers may be larger than those of large ones."""
 _ALL_WRONG = 12**0.5 * 255
 """Error of what a code of 8 bits rounds to zero."""
-_INFINITY = 1e50
-"""Stands for such constants among the samples."""
 
-_QUANTILES = special.ndtri((np.arange(_COUNT) + 0.5) / _COUNT)
-_ORDERS = np.array([np.random.default_rng(i).permutation(_COUNT) for i in range(64)])
+_QUANTILES = special.ndtri((np.arange(COUNT) + 0.5) / COUNT)
+_ORDERS = np.array([np.random.default_rng(i).permutation(COUNT) for i in range(64)])
 """Variables that are computed apart get samples in different orders."""
-
-
-def _positive(x: np.ndarray) -> np.ndarray:
-    """Returns numbers that a logarithm or a root can have: a program gives them no other."""
-    return np.abs(x) + 1e-12
-
-
-_UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "abs": np.abs, "acosh": lambda x: np.arccosh(1 + _positive(x)), "asinh": np.arcsinh,
-    "acos": lambda x: np.arccos(np.tanh(x)), "asin": lambda x: np.arcsin(np.tanh(x)),
-    "atan": np.arctan, "atanh": lambda x: np.arctanh(0.999 * np.tanh(x)), "cbrt": np.cbrt,
-    "cos": np.cos, "cosh": np.cosh, "erf": special.erf, "erfc": special.erfc,
-    "erf_inv": lambda x: special.erfinv(0.999 * np.tanh(x)), "exp": np.exp, "exp2": np.exp2,
-    "expm1": np.expm1, "log": lambda x: np.log(_positive(x)),
-    "log1p": lambda x: np.log(_positive(1 + x)), "logistic": special.expit,
-    "neg": np.negative, "one_minus_square": lambda x: 1 - x * x,
-    "rsqrt": lambda x: _positive(x) ** -0.5, "sin": np.sin, "sinh": np.sinh,
-    "sqrt": lambda x: _positive(x) ** 0.5, "square": np.square, "tan": np.tan, "tanh": np.tanh,
-}  # fmt: skip
-_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "add": np.add, "add_any": np.add, "atan2": np.arctan2, "div": lambda x, y: x / _nonzero(y),
-    "max": np.maximum, "min": np.minimum, "mul": np.multiply,
-    "pow": lambda x, y: _positive(x) ** y, "rem": lambda x, y: np.fmod(x, _nonzero(y)),
-    "sub": np.subtract,
-}  # fmt: skip
-_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
-    "and": np.logical_and, "ceil": np.ceil, "eq": np.equal, "floor": np.floor,
-    "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite, "le": np.less_equal,
-    "lt": np.less, "ne": np.not_equal, "not": np.logical_not, "or": np.logical_or,
-    "round": np.round, "sign": np.sign, "xor": np.not_equal,
-}  # fmt: skip
-"""Operations without a slope."""
-_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "reduce_sum": np.mean, "reduce_max": np.max, "reduce_min": np.min,
-}  # fmt: skip
 _PASSED = ("gather", "dynamic_slice", "sort", "reduce_window_max")
 """Operations whose results are among the numbers of their first operand."""
 
@@ -102,21 +69,6 @@ def _size(x: np.ndarray) -> float:
     """Returns the root mean square of ordinary numbers."""
     x = x[_is_ordinary(x)]
     return float(np.sqrt(np.mean(x**2))) if len(x) else 0.0
-
-
-def _along_rows(fun: Callable[..., np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Returns a statistic of each row in the place of its numbers."""
-    return np.repeat(fun(x.reshape(_ROWS, _COLUMNS), axis=1), _COLUMNS)
-
-
-def _bounded(x: np.ndarray) -> np.ndarray:
-    """Returns finite numbers."""
-    x = np.nan_to_num(x, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-    return np.clip(x, -_LARGEST, _LARGEST)
-
-
-def _nonzero(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < 1e-12, 1e-12, x)
 
 
 class Growth:
@@ -192,19 +144,19 @@ class Growth:
                         waiting.append(y)
             ordered = sorted(region, key=lambda x: order.get(x, -1), reverse=True)
             size = max(_size(after._values[end]), 1e-50)
-            for x, square in after.squares(end, ordered, np.ones(_COUNT)).items():
+            for x, square in after.squares(end, ordered, np.ones(COUNT)).items():
                 of_leaf[x] = np.maximum(of_leaf.get(x, 0.0), square / size / size)
         result: dict[core.Var, np.ndarray] = {}
         for x, leaf in pairs:
             if isinstance(leaf, core.Var) and x in of_leaf:
                 result[leaf] = np.maximum(result.get(leaf, 0.0), of_leaf[x])
-        nothing = {leaf: np.zeros(_COUNT) for _, leaf in pairs if isinstance(leaf, core.Var)}
-        return nothing | {x: np.sqrt(np.minimum(y, _LARGEST)) for x, y in result.items()}
+        nothing = {leaf: np.zeros(COUNT) for _, leaf in pairs if isinstance(leaf, core.Var)}
+        return nothing | {x: np.sqrt(np.minimum(y, LARGEST)) for x, y in result.items()}
 
     def equal_weights(self, residuals: Sequence[core.Var]) -> dict[core.Var, np.ndarray]:
         """Returns weights, as `weights` does, where it is not known what reads the residuals."""
         sizes = {x: max(_size(self._values[x]), 1e-100) for x in residuals}
-        return {x: np.full(_COUNT, 1 / size) for x, size in sizes.items()}
+        return {x: np.full(COUNT, 1 / size) for x, size in sizes.items()}
 
     def may_be_nan(self, var: core.Var) -> bool:
         """Returns whether a variable follows from one that the program compares with itself.
@@ -265,8 +217,8 @@ class Growth:
         inside = set(region)
         # Derivatives in the element of the other array at the same place, with their signs, and the
         # squares of those in other places, which a sum brings together.
-        along = {x: np.zeros(_COUNT) for x in region}
-        across = {x: np.zeros(_COUNT) for x in region}
+        along = {x: np.zeros(COUNT) for x in region}
+        across = {x: np.zeros(COUNT) for x in region}
         along[var] = weight
         with np.errstate(all="ignore"):
             for x in region:
@@ -274,7 +226,7 @@ class Growth:
                     if y not in inside:
                         continue
                     if count:
-                        square = _along_rows(np.mean, along[x] ** 2 + across[x])
+                        square = along_rows(np.mean, along[x] ** 2 + across[x])
                         across[y] = across[y] + slope**2 * count * square
                     else:
                         along[y] = along[y] + slope * along[x]
@@ -285,11 +237,11 @@ class Growth:
         """Returns the range that the error of a code is proportional to, for each sample."""
         x = self._values[var]
         if not has_floats(var):  # Stored exactly.
-            return np.zeros(_COUNT)
+            return np.zeros(COUNT)
         if is_reciprocal:
-            x = _nonzero(x)
+            x = nonzero(x)
             return _range(1 / x) * x**2
-        return np.full(_COUNT, _range(x))
+        return np.full(COUNT, _range(x))
 
     def _fresh(self, var: Any, *origin: Any) -> np.ndarray:
         """Returns samples of a result, in an order that other results do not change."""
@@ -309,11 +261,11 @@ class Growth:
         if isinstance(x, core.Literal):
             value = np.ravel(np.asarray(x.val))[0] if np.size(x.val) else 0.0
             if not has_floats(x):
-                return np.full(_COUNT, float(np.real(value)) if np.isrealobj(value) else 0.0)
+                return np.full(COUNT, float(np.real(value)) if np.isrealobj(value) else 0.0)
             number = float(value)
             if abs(number) >= _least_extreme(np.asarray(x.val).dtype):
                 number = math.copysign(_INFINITY, number)
-            return np.full(_COUNT, number)
+            return np.full(COUNT, number)
         return self._values[x]
 
     def _run(self, eqn: core.JaxprEqn) -> None:
@@ -324,8 +276,9 @@ class Growth:
             return
         inputs = [self._value(x) for x in eqn.invars]
         for out in eqn.outvars:
-            value, slopes = self._of_cheap(eqn, out, inputs)
-            self._values[out] = _bounded(value)
+            draw = functools.partial(self._fresh, out, eqn.primitive.name)
+            value, slopes = value_and_slopes(eqn, out, inputs, draw)
+            self._values[out] = bounded(value)
             self._slopes[out] = [
                 (x, slope, count)
                 for x, (slope, count) in zip(eqn.invars, slopes, strict=False)
@@ -344,80 +297,10 @@ class Growth:
         if name.startswith("cum") and name != "cummax":
             operand: Any = eqn.invars[0].aval
             length = operand.shape[eqn.params["axis"]]
-            return floats[0].mean() * length * (order / _COUNT) + fresh * length**0.5
+            return floats[0].mean() * length * (order / COUNT) + fresh * length**0.5
         if name.startswith("scatter") and len(floats) > 1 and not _is_ordinary(floats[0]).all():
             return np.where(order % 2, floats[0], floats[-1])
         is_sum = name.startswith(("dot", "scatter", "reduce_window", "conv", "ragged"))
         if is_sum and all((x >= 0).all() for x in floats):
             return sum(x.mean() for x in floats) * np.exp(fresh / self._spread)
         return fresh
-
-    def _of_cheap(
-        self, eqn: core.JaxprEqn, out: Any, x: list[np.ndarray]
-    ) -> tuple[np.ndarray, list[tuple[Any, float]]]:
-        """Returns samples of a result, and for each operand its slope.
-
-        A slope comes with the number of elements that are brought together; 0 if an element of the
-        result depends on one of the operand.
-        """
-        name, params = eqn.primitive.name, eqn.params
-        flat: tuple[Any, float] = (0.0, 0)
-        steep: tuple[Any, float] = (1.0, 0)
-        if name in _REDUCTIONS:
-            operand: Any = eqn.invars[0].aval
-            count = max(1, operand.size // max(1, out.aval.size))
-            if count == 1:
-                return x[0], [steep]
-            value = _along_rows(_REDUCTIONS[name], x[0])
-            if name == "reduce_sum":
-                value = value * count
-            return value, [(1.0, count if name == "reduce_sum" else 1)]
-        if name in _UNARY:
-            return _with_slopes(_UNARY[name], x)
-        if name in _BINARY:
-            return _with_slopes(_BINARY[name], x)
-        is_mask = jnp.issubdtype(getattr(out.aval, "dtype", bool), jnp.integer)
-        if name == "bitcast_convert_type" or (name in ("and", "or") and is_mask):
-            # Some functions drop the last bits of a number.
-            return x[0], [steep if i == 0 else flat for i in range(len(x))]
-        if name in _COMPARISONS:
-            return _COMPARISONS[name](*x).astype(float), [flat] * len(x)
-        if name == "integer_pow":
-            exponent = params["y"]
-            base = _nonzero(x[0]) if exponent < 0 else x[0]
-            return _with_slopes(lambda z: z ** float(exponent), [base])
-        if name == "select_n":
-            cases = np.stack(x[1:])
-            which = np.clip(x[0].astype(int), 0, len(cases) - 1)
-            value = cases[which, np.arange(_COUNT)]
-            return value, [flat, *(((which == i).astype(float), 0) for i in range(len(cases)))]
-        if name == "clamp":
-            value = np.clip(x[1], x[0], x[2])
-            return value, [flat, ((value == x[1]).astype(float), 0), flat]
-        if name in ("concatenate", "stack"):
-            part = np.arange(_COUNT) * len(x) // _COUNT
-            value = np.stack(x)[part, np.arange(_COUNT)]
-            # An operand is only a part of the result, but an error in this part counts as a whole.
-            return value, [steep] * len(x)
-        if name == "polynomial":
-            return x[0], [steep]
-        if not x or not has_floats(out):
-            return self._fresh(out, name), [flat] * len(x)
-        # Views, casts, padding, and other operations that pass numbers on.
-        first = next((i for i, v in enumerate(eqn.invars) if has_floats(v)), None)
-        if first is None:
-            return x[0], [flat] * len(x)
-        return x[first], [steep if i == first else flat for i in range(len(x))]
-
-
-def _with_slopes(
-    fun: Callable[..., np.ndarray], x: list[np.ndarray]
-) -> tuple[np.ndarray, list[tuple[np.ndarray, float]]]:
-    """Returns a function's value, and its slope in each operand from central differences."""
-    slopes = []
-    for i, operand in enumerate(x):
-        step = _STEP * (1 + np.abs(operand))
-        above, below = ([*x[:i], operand + s, *x[i + 1 :]] for s in (step, -step))
-        slope = (fun(*above) - fun(*below)) / (2 * step)
-        slopes.append((_bounded(slope), 0))
-    return fun(*x), slopes
