@@ -235,7 +235,7 @@ def _run_once(
       again: numbers of the custom rules that are run again in the backward pass.
     """
     # Other calls are differentiated as calls: JAX differentiates equal ones once.
-    into = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
+    into = Search({"scan", "cond", "div", *CUSTOM_VJP, *ONE_WAY})
     return run_inlined(program, arguments, _handler(settings, key, again), into=into)
 
 

@@ -1,20 +1,24 @@
-"""Runs single equations that have no derivative, or a custom one."""
+"""Runs equations that have no derivative, a custom one, or one that reads other values."""
 
+import functools
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from actjax.residuals.graph.equations import (
     CUSTOM_VJP,
     closed_over,
+    context_of,
     is_foreign_rule,
     run_equation,
     run_marked,
 )
 from actjax.residuals.graph.one_way import ONE_WAY
+from actjax.residuals.graph.variables import has_floats, size
 
 
 def run_special(
@@ -23,7 +27,7 @@ def run_special(
     numbers: Iterator[int] = itertools.repeat(0),
     again: Collection[int] = (),
 ) -> list[Any] | None:
-    """Runs an equation without a derivative or with a custom one; returns None for the rest.
+    """Runs an equation without a derivative or with a custom one, or a division; else returns None.
 
     Args:
       eqn: the equation.
@@ -31,6 +35,8 @@ def run_special(
       numbers: gives each custom rule of others a number.
       again: numbers of those that are run again in the backward pass.
     """
+    if eqn.primitive.name == "div" and _has_large_divisor(eqn):
+        return [_division(eqn)(*x)]
     if eqn.primitive.name in ONE_WAY:
         return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
     if eqn.primitive.name in CUSTOM_VJP:
@@ -43,3 +49,33 @@ def run_special(
     if number in again and eqn.primitive.name != "shard_map" and not eqn.effects:
         return jax.checkpoint(lambda *x: run_marked(eqn, x, number))(*x)
     return run_marked(eqn, x, number)
+
+
+def _has_large_divisor(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a code of the divisor may be stored: that of whole rows is stored exactly."""
+    divisor, quotient = eqn.invars[1], eqn.outvars[0]
+    return has_floats(divisor) and size(divisor) == size(quotient)
+
+
+def _division(eqn: core.JaxprEqn) -> Callable[[Any, Any], Any]:
+    """Returns a division with a derivative that reads the quotient.
+
+    That of JAX reads the dividend, and divides it by the square of the divisor: where the divisor
+    is small, an error of a code of the dividend would be large. The quotient fits the values that
+    the forward pass used, and a product mostly reads it anyway.
+    """
+
+    @jax.custom_jvp
+    def divide(x: Any, y: Any) -> Any:
+        return run_equation(eqn, [x, y])[0]
+
+    @functools.partial(divide.defjvp, symbolic_zeros=True)
+    def slope(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        (x, y), (dx, dy) = primals, tangents
+        quotient = divide(x, y)
+        with context_of(eqn):
+            changes = [] if isinstance(dx, SymbolicZero) else [dx]
+            changes += [] if isinstance(dy, SymbolicZero) else [-quotient * dy]
+            return quotient, sum(changes[1:], changes[0]) / y
+
+    return divide

@@ -30,6 +30,13 @@ def graph_attention(p):
     return jnp.mean((jax.ops.segment_sum(a * h[source], target, 128) @ p[1]) ** 2)
 
 
+def mean_by_degree(p):
+    source, target = EDGES
+    weight = jax.nn.softplus(4 * X @ p[0])[source]
+    total = jax.ops.segment_sum(weight * jnp.tanh(X @ p[0])[source], target, 128)
+    return jnp.mean((total / (jax.ops.segment_sum(weight, target, 128) + 0.02) @ p[1]) ** 2)
+
+
 def siren(p):
     return jnp.mean((jnp.sin(8 * X @ p[0]) @ p[1] - 1) ** 2)
 
@@ -49,7 +56,8 @@ def masked(p):
 
 
 @pytest.mark.parametrize(
-    "loss", [connectionist, graph_attention, siren, learned_variance, sharp, masked]
+    "loss",
+    [connectionist, graph_attention, mean_by_degree, siren, learned_variance, sharp, masked],
 )
 def test_eight_bits_are_a_small_error(loss):
     run = jax.jit(
