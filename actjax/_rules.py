@@ -14,11 +14,18 @@ Rules = Codec | Mapping[str, Codec | None] | Callable[[str, Any], Codec | None]
 
 def check_rules(rules: Any, where: str) -> None:
     """Raises unless `rules` are `Rules`."""
-    if isinstance(rules, Codec) or callable(rules):
+    if isinstance(rules, Codec) or (callable(rules) and not isinstance(rules, type)):
         return
     if isinstance(rules, Mapping) and all(
         isinstance(k, str) and (v is None or isinstance(v, Codec)) for k, v in rules.items()
     ):
+        for pattern in rules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"`rules` of {where} has {pattern!r}, which is no regular expression: {error}."
+                ) from error
         return
     raise TypeError(
         f"`rules` of {where} must be an actjax.Codec, a mapping from regular expressions to codecs,"

@@ -18,6 +18,7 @@ from actjax._core.tags import Tag
 from actjax.codecs import Exact
 from actjax.residuals.arrays_alone import without_statics
 from actjax.residuals.candidates import ON_HOST
+from actjax.residuals.checks import check_function
 from actjax.residuals.graph.origins import Origin, Origins
 from actjax.residuals.graph.variables import is_floating, is_on_host
 from actjax.residuals.graph.variables import nbytes as nbytes_of
@@ -130,6 +131,7 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
     Raises:
       ValueError: no argument has a floating point leaf.
     """
+    check_function(fun, "explain")
     fun, args = without_statics(fun, args)
     paths, treedef = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]

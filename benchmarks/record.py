@@ -34,10 +34,18 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    here = pathlib.Path(__file__).parent
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Returns the commit, with "-dirty" if files other than results differ from it."""
+
+    def git(*command: str) -> str:
+        here = pathlib.Path(__file__).parent
+        run = subprocess.run(
+            ["git", *command], cwd=here, capture_output=True, text=True, check=False
+        )
+        return run.stdout.strip()
+
+    name = git("describe", "--always")
+    changed = git("status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)benchmarks/results")
+    return f"{name}-dirty" if name and changed else name or "unknown"
 
 
 def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:

@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
@@ -103,10 +104,21 @@ def compress(
         raise ValueError(
             "compress needs `budget`, such as '4GiB', or `error`, such as 0.05, or both."
         )
-    if error is not None and (
-        isinstance(error, bool) or not isinstance(error, int | float) or not 0 < error < 1
-    ):
-        raise ValueError(f"`error` of compress must be between 0 and 1, got {error!r}.")
+    if error is not None:
+        is_number = isinstance(error, Real) or getattr(error, "shape", None) == ()
+        if isinstance(error, bool) or not is_number or not 0 < error < 1:
+            raise ValueError(
+                f"`error` of compress must be a number between 0 and 1, got {error!r}."
+            )
+        error = float(error)
+    if memory is not None and not callable(memory):
+        raise TypeError(
+            "`memory` of compress must be a function from a function and its arguments to bytes,"
+            f" got {memory!r}."
+        )
+    for name, flag in {"has_aux": has_aux, "remat": remat, "offload": offload}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` of compress must be True or False, got {flag!r}.")
     if not isinstance(codec, Quantized) or codec.balance or codec.scaling != "group":
         raise TypeError(
             "`codec` of compress must be an actjax.Quantized with scaling='group' and without"

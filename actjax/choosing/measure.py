@@ -272,7 +272,8 @@ class BoundLoss:
         arrays: dict[str, Candidate] = {}
 
         def record(what: Candidate) -> None:
-            arrays[what.label] = what
+            if what.dtype != "bool":  # A bit each: no rule decides on it.
+                arrays[what.label] = what
 
         settings = Settings(lambda _: None, remat=remat, used=record)
         jax.eval_shape(self.gradient(settings), self.leaves)

@@ -19,6 +19,7 @@ from actjax.codecs import Codec
 from actjax.residuals.arrays_alone import open_function
 from actjax.residuals.candidates import Candidate, Recompute, Rule, Settings
 from actjax.residuals.checks import check_function, check_positions, positions_of
+from actjax.residuals.graph.divisors import quotients_read
 from actjax.residuals.graph.equations import (
     CUSTOM_VJP,
     is_foreign_rule,
@@ -97,10 +98,10 @@ def compress_residuals(
         not fit an array.
     """
     check_function(fun, "compress_residuals")
-    if not isinstance(rule, Codec) and not callable(rule):
+    if isinstance(rule, type) or not (isinstance(rule, Codec) or callable(rule)):
         raise TypeError(
-            "`rule` of compress_residuals must be an actjax.Codec, or a function from a Candidate"
-            f" to a codec or None, got {rule!r}."
+            "`rule` of compress_residuals must be an actjax.Codec, such as actjax.Quantized(4), or"
+            f" a function from a Candidate to a codec or None, got {rule!r}."
         )
     if not (key is None or isinstance(key, Mapping) or hasattr(key, "dtype")):
         raise TypeError(
@@ -235,17 +236,21 @@ def _run_once(
       again: numbers of the custom rules that are run again in the backward pass.
     """
     # Other calls are differentiated as calls: JAX differentiates equal ones once.
-    into = Search({"scan", "cond", "div", *CUSTOM_VJP, *ONE_WAY})
-    return run_inlined(program, arguments, _handler(settings, key, again), into=into)
+    has_special = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
+    into = lambda jaxpr: has_special(jaxpr) or bool(quotients_read(jaxpr))  # noqa: E731
+    handle = _handler(settings, key, quotients_read(program.jaxpr), again)
+    return run_inlined(program, arguments, handle, into=into)
 
 
-def _handler(settings: Settings, key: Any, again: Collection[int] = ()) -> Handler:
+def _handler(
+    settings: Settings, key: Any, quotients: Collection[Any], again: Collection[int] = ()
+) -> Handler:
     """Returns the handler of loops, and of equations without a derivative or with a custom one."""
     # Each loop has its own key, the same each time the function is traced. So do custom rules.
     loops, rules = itertools.count(), itertools.count()
 
     def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-        outputs = run_special(eqn, x, rules, again)
+        outputs = run_special(eqn, x, rules, again, quotients)
         return _compress_loop(settings, key, loops, eqn, x) if outputs is None else outputs
 
     return handle
@@ -283,7 +288,7 @@ def _run_segments(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     once = dataclasses.replace(settings, remat=None)
-    handle = _handler(settings, key)
+    handle = _handler(settings, key, quotients_read(jaxpr))
     bodies = pieces(program, segments, dead)
     exact: set[Any] = set()
     if remat.codes:

@@ -14,10 +14,11 @@ from actjax._core.reverse_mode import ReverseMode
 from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax.codecs import Exact
 from actjax.residuals.candidates import LEFT, LEFT_BY_RULE, NO_SMALLER
+from actjax.residuals.graph.divisors import run_decoded
 from actjax.residuals.graph.equations import run_equation
 from actjax.residuals.graph.programs import run_inlined
 from actjax.residuals.plan import ResidualPlan
-from actjax.residuals.residual_codecs import ResidualCodec
+from actjax.residuals.residual_codecs import ResidualCodec, may_be_zero
 
 LIFETIME = 32
 """Number of backward equations for which a decoded or rebuilt value is reused; after that it is
@@ -148,6 +149,8 @@ def _run_backward(
             elif y in leaves:
                 leaf = leaves[y]
                 values[y] = leaf.val if isinstance(leaf, core.Literal) else store.rebuild(leaf)
+                if isinstance(leaf, core.Var) and leaf in store.decoded:
+                    store.decoded[y] = store.decoded[leaf]
             else:
                 eqn = waiting[y]
                 inputs = [z for z in eqn.invars if isinstance(z, core.Var)]
@@ -156,14 +159,15 @@ def _run_backward(
                     needed += missing
                     continue
                 operands = [z.val if isinstance(z, core.Literal) else values[z] for z in eqn.invars]
-                values.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
+                results = run_decoded(eqn, operands, store.decoded)
+                values.update(zip(eqn.outvars, results, strict=True))
         return values[x]
 
     for eqn in jaxpr.eqns:
         # An effect, such as printing, happens although nothing reads its result.
         if eqn.effects or any(x in downstream for x in eqn.invars if isinstance(x, core.Var)):
             downstream.update(eqn.outvars)
-            outputs = run_equation(eqn, [read(x) for x in eqn.invars])
+            outputs = run_decoded(eqn, [read(x) for x in eqn.invars], store.decoded)
             values |= zip(eqn.outvars, outputs, strict=True)
             if outputs:
                 store.advance(outputs[0])
@@ -197,6 +201,10 @@ class _Store:
         self._clock = clock
         self._time = 0
         self._recent: dict[core.Var, tuple[int, Any]] = {}
+        self.decoded: dict[core.Var, bool] = {
+            x: may_be_zero(codec) for x, (_, codec) in self._kept.items() if codec is not None
+        }
+        """As for `run_decoded`."""
 
     def advance(self, clock: jax.Array) -> None:
         """Takes the latest cotangent."""
@@ -204,7 +212,7 @@ class _Store:
 
     def rebuild(self, var: core.Var) -> Any:
         """Returns a residual."""
-        rebuilt = self._graph.rebuild(var, self._value)
+        rebuilt = self._graph.rebuild(var, self._value, self.decoded)
         for made, x in rebuilt.items():
             # A value that was decoded or reused keeps its age.
             if made not in self._kept:

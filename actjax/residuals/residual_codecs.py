@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.formats.packing import pack, unpack
+from actjax.residuals.graph.divisors import without_zeros
 from actjax.residuals.graph.storing import Form
 
 _TIMES_QUARTILE = 1e4
@@ -164,7 +165,18 @@ class Reciprocal(_Around):
 
     def decode(self, code: Any) -> jax.Array:
         """As in `Codec`."""
-        return (1 / self.codec.decode(code)).astype(self.dtype)
+        x = self.codec.decode(code)
+        x = without_zeros(x) if may_be_zero(self.codec) else x
+        return (1 / x).astype(self.dtype)
+
+
+def may_be_zero(codec: Any) -> bool:
+    """Returns whether a number that is not zero may be decoded as zero."""
+    while isinstance(codec, _Around):
+        if isinstance(codec, Reciprocal):
+            return False
+        codec = codec.codec
+    return not isinstance(codec, BitMask | Exact)
 
 
 ResidualCodec = Codec | BitMask | Reshaped | Ordinary | NaNApart | Reciprocal

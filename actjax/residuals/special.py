@@ -18,7 +18,6 @@ from actjax.residuals.graph.equations import (
     run_marked,
 )
 from actjax.residuals.graph.one_way import ONE_WAY
-from actjax.residuals.graph.variables import has_floats, size
 
 
 def run_special(
@@ -26,6 +25,7 @@ def run_special(
     x: list[Any],
     numbers: Iterator[int] = itertools.repeat(0),
     again: Collection[int] = (),
+    quotients: Collection[Any] = (),
 ) -> list[Any] | None:
     """Runs an equation without a derivative or with a custom one, or a division; else returns None.
 
@@ -34,8 +34,9 @@ def run_special(
       x: its inputs.
       numbers: gives each custom rule of others a number.
       again: numbers of those that are run again in the backward pass.
+      quotients: results of divisions whose derivatives are to read them.
     """
-    if eqn.primitive.name == "div" and _has_large_divisor(eqn):
+    if eqn.outvars and eqn.outvars[0] in quotients:
         return [_division(eqn)(*x)]
     if eqn.primitive.name in ONE_WAY:
         return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
@@ -51,18 +52,12 @@ def run_special(
     return run_marked(eqn, x, number)
 
 
-def _has_large_divisor(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a code of the divisor may be stored: that of whole rows is stored exactly."""
-    divisor, quotient = eqn.invars[1], eqn.outvars[0]
-    return has_floats(divisor) and size(divisor) == size(quotient)
-
-
 def _division(eqn: core.JaxprEqn) -> Callable[[Any, Any], Any]:
     """Returns a division with a derivative that reads the quotient.
 
     That of JAX reads the dividend, and divides it by the square of the divisor: where the divisor
     is small, an error of a code of the dividend would be large. The quotient fits the values that
-    the forward pass used, and a product mostly reads it anyway.
+    the forward pass used, and another operation reads it anyway.
     """
 
     @jax.custom_jvp

@@ -200,7 +200,9 @@ def test_messages():
         (of(actjax.compress, loss), "needs `budget`, such as '4GiB', or `error`"),
         (of(actjax.compress, loss, "4 elephants"), "must be like '4GiB', '500MB'"),
         (of(actjax.compress, loss, -1), "positive number of bytes, got -1"),
-        (of(actjax.compress, loss, error=2), "`error` of compress must be between 0 and 1, got 2"),
+        (of(actjax.compress, loss, error=2),
+         "`error` of compress must be a number between 0 and 1, got 2"),
+        (of(actjax.compress, loss, error="5%"), "must be a number between 0 and 1, got '5%'"),
         (of(actjax.compress, loss, error=0.1, codec=actjax.Quantized(4, rounding="dither")),
          "must not draw random numbers"),
     ]  # fmt: skip
@@ -220,6 +222,8 @@ def test_messages():
     assert_messages(TypeError, [
         (of(actjax.compress, loss, error=0.1, argnums="p"), "`argnums` of compress must be"),
         (of(actjax.compress, 3, error=0.1), "`fun` of compress must be a function, got 3"),
+        (of(actjax.compress, loss, error=0.1, memory=3), "`memory` of compress must be a function"),
+        (of(actjax.compress, loss, error=0.1, has_aux="x"), "`has_aux` of compress must be True"),
         (of(actjax.compress, loss, error=0.1, codec=actjax.Exact()), "must be an actjax.Quantized"),
     ])  # fmt: skip
 
@@ -233,6 +237,12 @@ class Named:
 def test_a_scalar_within_a_node_is_one():
     bound = BoundLoss(lambda w: Named(jnp.sum(w**2)), (jnp.ones(3),), (0,), False)
     np.testing.assert_allclose(bound.gradient(None)(bound.leaves)[0], 2 * np.ones(3))
+
+
+def test_no_bits_are_chosen_for_masks():
+    fun = lambda w, x: jnp.sum(jnp.where(x @ w > 0, jnp.sin(x @ w), 0.0))  # noqa: E731
+    found = BoundLoss(fun, (jnp.ones((64, 64)), jnp.ones((64, 64))), (0,), False).candidates(None)
+    assert {what.dtype for what in found} == {"float32"}
 
 
 def test_second_derivatives_and_forward_mode_are_refused(small):

@@ -188,6 +188,29 @@ def test_a_rule_with_a_log_sum_exp_runs_again_from_decoded_inputs():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_softmax_with_a_log_sum_exp_runs_again_too():
+    softmax = jax.custom_vjp(lambda x: softmax_fwd(x)[0])
+
+    def softmax_fwd(x):
+        lse = jax.nn.logsumexp(x, -1, keepdims=True)
+        return jnp.exp(x - lse), (x, lse)
+
+    def softmax_bwd(saved, g):
+        p = jnp.exp(saved[0] - saved[1])
+        return (p * (g - jnp.sum(g * p, -1, keepdims=True)),)
+
+    softmax.defvjp(softmax_fwd, softmax_bwd)
+    y, g, codec = 4 * normal(0, 64, 64), normal(1, 64, 64), Quantized(4)
+
+    @jax.jit
+    def both(y):
+        coded = compress_residuals(softmax, codec, activations=0)
+        decoded = codec.decode(codec.encode(y))
+        return jax.vjp(coded, y)[1](g), jax.vjp(softmax, decoded)[1](g)
+
+    np.testing.assert_allclose(*both(y), rtol=1e-4, atol=1e-6)
+
+
 def quantized_product(x, w):
     """A product in 8 bits, whose gradient is that of the exact product, as qwix has it."""
 

@@ -66,6 +66,26 @@ def test_eight_bits_are_a_small_error(loss):
     assert 0 < relative_error(*run((W, V))) < 0.02
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda h: jnp.exp(-1 / jax.nn.relu(h - 0.5)),
+        lambda h: jax.nn.relu(h) * jnp.log(jax.nn.relu(h)),
+        lambda h: 1 / jnp.where(h > 0.1, h, 0),
+    ],
+    ids=["reciprocal", "logarithm", "selected divisor"],
+)
+def test_a_small_number_that_is_divided_by_is_not_decoded_as_zero(fun):
+    def loss(p):
+        h = X @ p[0]
+        return jnp.mean((jnp.where(h > 0.5, fun(h), 0) @ p[1]) ** 2)
+
+    run = jax.jit(
+        lambda p: [jax.grad(f)(p) for f in (compress_residuals(loss, Quantized(4)), loss)]
+    )
+    assert relative_error(*run((W, V))) < 0.5
+
+
 def log_space(p):
     """Its backward pass stores a NaN, which plain JAX does not use."""
     h = jnp.where(KEEP, X @ p[0], -jnp.inf)

@@ -6,9 +6,10 @@ may be a code if it only reaches continuous operations: cheap ones, products, an
 kernels of these, as in a quantized matrix product. Comparisons, roundings, orders, solvers and
 unknown operations need its exact value.
 
-Attention that stores a log-sum-exp computes `exp(q k - logsumexp)`. With decoded q and k and the
-exact log-sum-exp, its weights no longer add up to one, and an error of a large score is a factor.
-Such a rule is to be run again from decoded inputs, which gives a log-sum-exp that fits them.
+Attention that stores a log-sum-exp computes `exp(q k - logsumexp)`, and a softmax `exp(x -
+logsumexp)`. With decoded q and k and the exact log-sum-exp, weights no longer add up to one, and an
+error of a large score is a factor. Such a rule is to be run again from decoded inputs, which gives
+a log-sum-exp that fits them.
 """
 
 import itertools
@@ -38,7 +39,7 @@ class _Origin(NamedTuple):
     Attributes:
       residuals: positions of the residuals that it follows from; empty for gradients, which a rule
         may clip or round as it likes.
-      products: those of them that a product on the way reads.
+      products: those of them that a product, or a sum of several, reads on the way.
       is_gradient: whether it follows from a cotangent.
     """
 
@@ -138,7 +139,8 @@ def _follow(eqn: core.JaxprEqn, origins: _Origins, in_kernel: bool) -> _Needs:
     read = set(_residuals(eqn, origins))
     bodies = _bodies(eqn)
     if not bodies:
-        if name in PRODUCTS:
+        terms = {x.residuals for x in inputs if x.residuals}
+        if name in PRODUCTS or (name in ("add", "sub") and len(terms) > 1):
             result = result._replace(products=result.residuals)
         # A kernel writes to a buffer that it got.
         written = [x for x in eqn.invars if _is_buffer(x)]

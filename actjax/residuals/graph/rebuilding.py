@@ -13,13 +13,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._core.tags import Tag
-from actjax.residuals.graph.equations import run_equation
-from actjax.residuals.graph.variables import has_floats, size
+from actjax.residuals.graph.divisors import run_decoded
+from actjax.residuals.graph.variables import VIEWS, has_floats, size
 
-VIEWS = frozenset({
-    "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "reshard", "rev",
-    "sharding_constraint", "slice", "split", "squeeze", "transpose", "unstack",
-})  # fmt: skip
 _ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bitcast_convert_type", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "cos",
@@ -154,13 +150,20 @@ class Graph:
         """Returns the stored variables from which the residuals are rebuilt."""
         return {x for x in self.ends(residuals, stored) if x in stored}
 
-    def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
+    def rebuild(
+        self,
+        var: core.Var,
+        value: Callable[[core.Var], Any],
+        decoded: dict[core.Var, bool] | None = None,
+    ) -> dict[core.Var, Any]:
         """Returns the values of `var` and of everything it is computed from.
 
         Args:
           var: a residual.
           value: returns the value of a stored variable, and None for other variables.
+          decoded: as for `run_decoded`; None if all values are exact.
         """
+        decoded = {} if decoded is None else decoded
         done: dict[core.Var, Any] = {}
         needed: dict[int, core.JaxprEqn] = {}
         waiting = [var]
@@ -175,7 +178,7 @@ class Graph:
                 waiting += [y for y in eqn.invars if isinstance(y, core.Var)]
         for _, eqn in sorted(needed.items()):
             inputs = [x.val if isinstance(x, core.Literal) else done[x] for x in eqn.invars]
-            done.update(zip(eqn.outvars, run_equation(eqn, inputs), strict=True))
+            done.update(zip(eqn.outvars, run_decoded(eqn, inputs, decoded), strict=True))
         return done
 
     def _find_roots(self, eqn: core.JaxprEqn, var: core.Var) -> frozenset[core.Var]:

@@ -16,8 +16,8 @@ from jax.extend import core
 
 from actjax.residuals.graph.cuts import cheapest_cut
 from actjax.residuals.graph.growth import SPREADS, Growth
-from actjax.residuals.graph.rebuilding import STEEP, VIEWS, Graph
-from actjax.residuals.graph.variables import size
+from actjax.residuals.graph.rebuilding import STEEP, Graph
+from actjax.residuals.graph.variables import VIEWS, size
 
 # An error is the relative one of the value that reads a residual, if the error of the code is the
 # range of its group: 6 for normal numbers that a product reads.

@@ -9,6 +9,12 @@ from jax.core import AbstractValue
 
 _ARRAYS = (jax.Array, jax.Ref, jax.ShapeDtypeStruct, np.ndarray, np.generic, AbstractValue)
 
+VIEWS = frozenset({
+    "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "reshard", "rev",
+    "sharding_constraint", "slice", "split", "squeeze", "transpose", "unstack",
+})  # fmt: skip
+"""Operations that move numbers and change none."""
+
 
 def nbytes(var: Any) -> int:
     """Returns the bytes of a variable."""

@@ -311,7 +311,7 @@ def test_rebuilding_runs_only_the_equations_it_needs(monkeypatch):
     program = Program(fun, X, W)
     run = []
     monkeypatch.setattr(
-        "actjax.residuals.graph.rebuilding.run_equation",
+        "actjax.residuals.graph.divisors.run_equation",
         lambda eqn, inputs: run.append(eqn.primitive.name) or run_equation(eqn, inputs),
     )
     exp = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "exp")
