@@ -69,6 +69,19 @@ def test_a_result_of_changes_without_a_commit_and_of_an_unknown_commit(repositor
     assert "is not known here" in render.staleness(unknown, ("measured.py",), repository)
 
 
+def test_a_new_row_of_a_result_does_not_make_the_next_one_dirty(repository, monkeypatch):
+    results = repository / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "trainers.json").write_text("1\n")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-qm", "result")
+    monkeypatch.setattr(record, "__file__", str(repository / "benchmarks" / "record.py"))
+    (results / "trainers.json").write_text("2\n")
+    assert record._commit() == git(repository, "rev-parse", "--short", "HEAD")
+    (repository / "measured.py").write_text("3\n")
+    assert record._commit().endswith("-dirty")
+
+
 @pytest.mark.parametrize("name", run.JOBS)
 def test_the_arguments_of_a_job_are_understood(name):
     job = run.JOBS[name]

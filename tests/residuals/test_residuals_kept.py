@@ -56,6 +56,13 @@ def test_one_array_is_stored_if_all_others_follow_from_it(fun):
     assert held_bytes(fun, x, w) > 16 * 8 * 4
 
 
+def test_a_quotient_that_nothing_else_reads_is_not_stored():
+    # JAX's derivative reads the divisor and `x`, which is alive.
+    fun = lambda x, w: 0.5 * (x / (1 + (x @ w) ** 2))  # noqa: E731
+    (row,) = rows_kept(compress_residuals(fun, CODE), *ARGS)
+    assert row.operator == "dot_general"
+
+
 def test_a_sine_is_stored_with_its_derivative():
     rows = rows_kept(compress_residuals(lambda x, w: jnp.sin(x @ w) @ w, CODE), *ARGS)
     assert sorted(row.operator for row in rows) == ["cos", "sin"]

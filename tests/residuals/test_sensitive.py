@@ -72,8 +72,9 @@ def test_eight_bits_are_a_small_error(loss):
         lambda h: jnp.exp(-1 / jax.nn.relu(h - 0.5)),
         lambda h: jax.nn.relu(h) * jnp.log(jax.nn.relu(h)),
         lambda h: 1 / jnp.where(h > 0.1, h, 0),
+        lambda h: jnp.exp(-1 / jnp.minimum(jax.nn.relu(h - 0.5), 9.0)),
     ],
-    ids=["reciprocal", "logarithm", "selected divisor"],
+    ids=["reciprocal", "logarithm", "selected divisor", "bounded divisor"],
 )
 def test_a_small_number_that_is_divided_by_is_not_decoded_as_zero(fun):
     def loss(p):

@@ -13,7 +13,6 @@ from actjax.residuals.graph.variables import VIEWS, has_floats, size
 
 _READERS = frozenset({"integer_pow", "mul", "square", *PRODUCTS})
 """Operations whose derivative reads their operand."""
-
 _KEEP_ZEROS = frozenset({
     "abs", "convert_element_type", "gather", "integer_pow", "mul", "neg", "sqrt", "square", *VIEWS,
 })  # fmt: skip
@@ -34,8 +33,8 @@ def quotients_read(jaxpr: core.Jaxpr) -> set[Any]:
         body = called(eqn)
         if body is not None:
             found |= quotients_read(body.jaxpr)
-        elif eqn.primitive.name in _READERS:
-            wanted.update(x for x in eqn.invars if isinstance(x, core.Var))
+        elif eqn.primitive.name in _READERS and not _has_literal(eqn):
+            wanted.update(eqn.invars)
         elif eqn.primitive.name in VIEWS and eqn.outvars[0] in wanted:
             wanted.update(x for x in eqn.invars[:1] if isinstance(x, core.Var))
         elif eqn.primitive.name == "div" and eqn.outvars[0] in wanted:
@@ -60,7 +59,7 @@ def run_decoded(eqn: core.JaxprEqn, inputs: list[Any], decoded: dict[core.Var, b
     operands = [x for x in eqn.invars if isinstance(x, core.Var) and x in decoded]
     if operands and len(eqn.outvars) == 1 and has_floats(eqn.outvars[0]):
         keeps = name in _KEEP_ZEROS and any(decoded[x] for x in operands)
-        makes = name in _MAKE_ZEROS and not any(_is_positive(x) for x in eqn.invars)
+        makes = name in _MAKE_ZEROS and not _is_above_zero(eqn)
         decoded[eqn.outvars[0]] = keeps or makes
     if any(x is divisor and decoded[x] for x in operands):
         pairs = zip(eqn.invars, inputs, strict=True)
@@ -87,5 +86,12 @@ def without_zeros(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, smallest, x)
 
 
-def _is_positive(x: Any) -> bool:
-    return isinstance(x, core.Literal) and not np.ndim(x.val) and x.val > 0
+def _is_above_zero(eqn: core.JaxprEqn) -> bool:
+    """Returns whether the largest of several numbers is at least a positive constant."""
+    bounds = {"max": eqn.invars, "clamp": eqn.invars[:1]}.get(eqn.primitive.name, ())
+    return any(isinstance(x, core.Literal) and np.ndim(x.val) == 0 and x.val > 0 for x in bounds)
+
+
+def _has_literal(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operand is a constant: the derivative of a multiple reads no operand."""
+    return any(isinstance(x, core.Literal) for x in eqn.invars)
